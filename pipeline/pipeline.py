@@ -533,7 +533,8 @@ class Pipeline(nnx.Module):
 
         operands = self._operands(inputs, targets, extras, "measure")
         check_arrays("measure", operands)
-        with self._entered():
+        in_force = self._entered() if self.plan.engine == "programs" else contextlib.nullcontext()
+        with in_force:  # the scan's parts enter it themselves
             return measure(self.plan, self._untyped(operands), steps=steps)
 
     def check(
@@ -669,9 +670,7 @@ class Pipeline(nnx.Module):
 
         operands = self._untyped(self._operands(inputs, targets, extras, "offload_within"))
         given = inputs, targets, extras
-        with self._entered():
-            share = share_within(self, budget, optimizer, given, operands)
-        return self.replace(offload=share)
+        return self.replace(offload=share_within(self, budget, optimizer, given, operands))
 
     def to_layers(self, tree: Tree) -> dict[str, Any]:
         """Convert a tree shaped like the parameters to the layer view.
@@ -760,7 +759,8 @@ class Pipeline(nnx.Module):
     def _entered(self) -> AbstractContextManager[None]:
         """A context in which the kernel's mesh is in force, or none with programs."""
         programs = self.plan.engine == "programs"
-        return meshes.entered(self.plan.mesh, self.plan.home, programs=programs)
+        mesh = None if self.plan.stage_meshes else self.plan.mesh
+        return meshes.entered(mesh, self.plan.home, programs=programs)
 
     @contextlib.contextmanager
     def _step(self, name: str, operands: Operands) -> Iterator[Operands]:

@@ -80,8 +80,8 @@ class Work:
       sends: [K] whether the stage's backward has a gradient for the stage before.
       keep: the values that F keeps for its backward.
       offload: the values that are in host memory between two actions, as of `hosted`.
-      windows: [V] the window into which a chunk's weights are gathered before a run of its actions,
-        None for a chunk whose weights are gathered otherwise; empty if all are.
+      windows: [K] the window into which a stage's weights are gathered before a run of its actions,
+        None for a stage whose weights are gathered otherwise; empty if all are.
     """
 
     kinds: Sequence[frozenset[str]]
@@ -96,11 +96,11 @@ class Dispatch:
     """An action with its values.
 
     Attributes:
-      reads: the values that the action reads, by kind; for each value also whether this action is
+      reads: the values that the action reads, by name; for each value also whether this action is
         the last reader.
-      writes: the values that the action writes, by kind.
+      writes: the values that the action writes, by name.
       to_device: the values in host memory that the rank's next action reads. Their copies to the
-        device run beside this action.
+        device are started before this action, so they run beside it.
       to_host: the values that go to host memory after this action.
     """
 
@@ -131,14 +131,14 @@ class Send:
 
 @dataclass(frozen=True)
 class Gather:
-    """A gather of a chunk's weights before a run of the chunk's actions on a rank.
+    """A gather of a stage's weights before a run of the stage's actions.
 
     Attributes:
-      replaced: the chunk whose weights the window had, which are released; -1 if it had none.
+      replaced: the stage whose weights the window had, which are released; -1 if it had none.
     """
 
     rank: int
-    chunk: int
+    stage: int
     replaced: int
 
     @property
@@ -157,7 +157,7 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send | Gather]:
     calls = _calls_with_values(schedule, work)
     if work.offload:
         calls = _with_copies(calls, hosted(schedule, work.keep, work.offload))
-    return list(_with_gathers(calls, schedule, work.windows) if work.windows else calls)
+    return list(_with_gathers(calls, work.windows) if work.windows else calls)
 
 
 def _calls_with_values(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
@@ -227,15 +227,15 @@ def _with_copies(calls: Sequence[Dispatch | Send], choice: Hosted) -> list[Dispa
 
 
 def _with_gathers(
-    calls: Iterable[Dispatch | Send], schedule: Schedule, windows: Sequence[int | None]
+    calls: Iterable[Dispatch | Send], windows: Sequence[int | None]
 ) -> Iterator[Dispatch | Send | Gather]:
     """Add a gather before the first of a rank's actions that needs another chunk in a window."""
     whole: dict[tuple[int, int], int] = {}  # by rank and window
     for one in calls:
         if isinstance(one, Dispatch):
-            chunk = schedule.chunk_of[one.action.stage]
-            if (window := windows[chunk]) is not None:
-                if (before := whole.get((one.rank, window), -1)) != chunk:
-                    yield Gather(one.rank, chunk, before)
-                whole[one.rank, window] = chunk
+            stage = one.action.stage
+            if (window := windows[stage]) is not None:
+                if (before := whole.get((one.rank, window), -1)) != stage:
+                    yield Gather(one.rank, stage, before)
+                whole[one.rank, window] = stage
         yield one

@@ -83,7 +83,7 @@ def make_plan(
         "mesh": mesh,
         "schedule": timetable,
         "why": why,
-        "home": with_types_in_force(mesh),
+        "home": mesh if options.stage_meshes else with_types_in_force(mesh),
         "axes": axes,
         "compute_dtype": check_dtype("compute_dtype", options.compute_dtype),
         "grad_dtype": check_grad_dtype(options.grad_dtype),

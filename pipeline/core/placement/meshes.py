@@ -111,11 +111,14 @@ def _entered(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def entered(mesh: Mesh, home: Mesh, *, programs: bool = False) -> AbstractContextManager[None]:
+def entered(
+    mesh: Mesh | None, home: Mesh, *, programs: bool = False
+) -> AbstractContextManager[None]:
     """Make a context that replaces a mesh in force with Explicit axes by the kernel's mesh.
 
     With ``programs`` no mesh is in force within the context, because each rank's programs have a
-    mesh of their own. ``home`` is the kernel's mesh with the axis types of state.
+    mesh of their own. ``mesh`` is None with ``stage_meshes``. ``home`` is the kernel's mesh with
+    the axis types of state.
 
     Raises:
       ValueError: the mesh in force is not the mesh of this pipeline's state; or the call is within
@@ -123,8 +126,8 @@ def entered(mesh: Mesh, home: Mesh, *, programs: bool = False) -> AbstractContex
     """
     _check_whole()
     here = mesh_in_force()
-    if here is None:
-        return contextlib.nullcontext()
+    if here is None or mesh is None:
+        return without_mesh() if programs else contextlib.nullcontext()
     _check_meshes(mesh, here)
     if home.explicit_axes and home.axis_types != here.axis_types:
         raise ValueError(

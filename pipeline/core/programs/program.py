@@ -94,7 +94,7 @@ def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
         return lower()
 
 
-def begin_program(traced: Traced, names: Names) -> RankProgram:
+def begin_program(traced: Traced, names: Names, chunks: Sequence[int]) -> RankProgram:
     """Make the program before a rank's first action, from operands to (sums, `Traced.shared`).
 
     The sums also have, by name, the weights that the step makes once.
@@ -104,12 +104,13 @@ def begin_program(traced: Traced, names: Names) -> RankProgram:
     """
     operands, meshes = traced.operands, traced.operands.meshes
     sums = {name: traced.sums[name] for name in names}
-    types = sums if traced.options.plan.gathers_by_program else sums | traced.made
+    types = sums | {name: of for v in chunks for name, of in traced.made_of(v).items()}
 
     def begin(leaves: list[Any]) -> Any:
         program = traced.open(*operands.of(leaves))
         once = program.step.once
-        results = {name: (program.get(sums) | (once.weights or {}))[name] for name in types}
+        made = program.get(sums) | (once.weights or {})
+        results = {name: made[name] for name in types}
         return leaving(results, dataclasses.replace(once, weights=None), types, traced.shared)
 
     out_specs = meshes.value_specs((types, traced.shared))
@@ -135,10 +136,9 @@ def action_program(
 ) -> RankProgram:
     """Make the program of an action; equal stages share the program.
 
-    It maps ``(sums, values, kept, unit, operands, shared, made)`` to ``(sums, values)``. It adds to
-    the sums in their memory. The values are dicts, by name, of the values that it reads and writes:
-    ``values`` are those that no later action reads. ``shared`` and ``made`` are what the step has
-    computed once.
+    It maps ``(sums, last, kept, unit, operands, shared, made)`` to ``(sums, values)``. It adds to
+    the sums in their memory. ``last`` and ``kept`` are dicts, by name, of the values that it reads:
+    later actions read only ``kept``. ``shared`` and ``made`` are what the step has computed once.
 
     Args:
       part: the slice of the action.
@@ -148,20 +148,20 @@ def action_program(
     """
     operands, types, meshes = traced.operands, traced.stages[stage][part], traced.operands.meshes
     message = types.gradient if op.kind == "F" else types.operand
-    reads, kept = (
-        {name: types.value(name) for name, is_last in read if is_last == last}
-        for last in (True, False)
+    last, kept = (
+        {name: types.value(name) for name, is_last in read if is_last == wanted}
+        for wanted in (True, False)
     )
     writes = {name: types.value(name) for name in written}
     writes |= {name: message for name in _MESSAGES if name in written}
     axes, slices = traced.options.plan.axes.varying, range(traced.options.schedule.num_slices)
     sums, made = {name: traced.sums[name] for name in names}, traced.made_of(op.chunk)
 
-    def act(of_sums: Any, last: Any, others: Any, unit: Any, leaves: list[Any], *once: Any) -> Any:
+    def act(of_sums: Any, ends: Any, stays: Any, unit: Any, leaves: list[Any], *once: Any) -> Any:
         shared = dataclasses.replace(drop_device_axis(once[0]), weights=entering(once[1], made))
         program = traced.open(*operands.of(leaves), shared)
         program.put(entering(of_sums, sums))
-        values = drop_device_axis(last | others)
+        values = drop_device_axis(ends | stays)
         # Sums of gradients for carries begin as zeros; a slice reads only carries of earlier ones.
         zeros = {n: blank(types.carry_gradient, axes) for n in slices}
         of_slices = {"carry": {}, "carry_gradient": zeros if op.kind != "F" else {}}
@@ -180,10 +180,10 @@ def action_program(
     number = jax.ShapeDtypeStruct((), jnp.int32)
     specs_of = meshes.value_specs
     once = specs_of((traced.shared, made))
-    in_specs = *specs_of((sums, reads, kept)), P(), operands.manual, *once
+    in_specs = *specs_of((sums, last, kept)), P(), operands.manual, *once
     in_types = (
         operands.sum_types(sums),
-        meshes.value_types(reads),
+        meshes.value_types(last),
         meshes.value_types(kept),
         meshes.types(number, P()),
         operands.types,

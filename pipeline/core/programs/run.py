@@ -83,8 +83,13 @@ class StepPrograms:
         self.order = [one for one in calls if local & set(one.ranks)]
         # By name of an action, the names of the sums to which it adds.
         self._sums: dict[Name, tuple[str, ...]] = {}
-        # The chunks whose weights are made before the first action, and not by a gather.
-        self._made_first = [] if self.ranks[0].windows else range(options.plan.num_chunks)
+        # With ``stage_meshes`` each stage is a chunk of the model.
+        self.chunk_of = [stage.chunk for stage in options.model.stages]
+        # By rank, the chunks whose weights are made before the first action, and not by a gather.
+        self._made_first = [
+            () if self.ranks[0].windows else tuple(self.chunk_of[k] for k in of)
+            for of in self.schedule.stages_of
+        ]
         self.programs = self._list_programs()
         self.compiled: dict[Name, Any] = {}
         finish = JoinedFinish if options.plan.stage_meshes is None else FinishByRank
@@ -101,14 +106,15 @@ class StepPrograms:
 
         for rank in self.meshes.local_ranks:
             names = tuple(self.ranks[rank].sums_on(rank))
-            add(("begin", rank, 0), rank, begin_program, self.ranks[rank], names)
+            first = self._made_first[rank]
+            add(("begin", rank, 0), rank, begin_program, self.ranks[rank], names, first)
         for one in self.order:
             if isinstance(one, Send):
                 continue
             traced = self.ranks[one.rank]
             if isinstance(one, Gather):
-                name: Name = "gather", one.rank, one.chunk
-                add(name, one.rank, gather_program, traced, one.chunk)
+                name: Name = "gather", one.rank, one.stage
+                add(name, one.rank, gather_program, traced, self.chunk_of[one.stage])
             elif (name := self.name_of(one)) not in programs:
                 kind, stage, part = name
                 op = traced.options.op(kind, stage)
@@ -120,7 +126,7 @@ class StepPrograms:
         return programs
 
     def lower(self) -> list[jax.stages.Lowered]:
-        """Lower each program once, for the devices of the first of its ranks; messages are none."""
+        """Lower each program once, for the first of its ranks; messages are left out."""
         ranks: dict[RankProgram, int] = {}
         for program, rank in self.programs.values():
             ranks.setdefault(program, rank)
@@ -185,7 +191,7 @@ class StepPrograms:
             sums[rank], shared[rank] = self._run(("begin", rank, 0), rank, operands[rank])
             made[rank] = {
                 v: {name: sums[rank].pop(name) for name in self.ranks[rank].made_of(v)}
-                for v in self._made_first
+                for v in self._made_first[rank]
             }
         values: dict[Value, Any] = {}
         for one in self.order:
@@ -195,9 +201,10 @@ class StepPrograms:
                     values[one.value] = received
                 continue
             if isinstance(one, Gather):
-                rank, chunk = one.rank, one.chunk
-                made[rank].pop(one.replaced, None)
-                made[rank][chunk] = self._run(("gather", rank, chunk), rank, operands[rank])
+                rank, chunk = one.rank, self.chunk_of[one.stage]
+                if one.replaced >= 0:
+                    del made[rank][self.chunk_of[one.replaced]]
+                made[rank][chunk] = self._run(("gather", rank, one.stage), rank, operands[rank])
                 continue
             rank, name = one.rank, self.name_of(one)
             for value in one.to_device:
@@ -206,7 +213,7 @@ class StepPrograms:
             for read, (value, is_last) in one.reads.items():
                 (last if is_last else kept)[read] = values.pop(value) if is_last else values[value]
             added = {of: sums[rank][of] for of in self._sums[name]}
-            of_chunk = made[rank].get(self.schedule.chunk_of[one.action.stage], {})
+            of_chunk = made[rank].get(self.chunk_of[one.action.stage], {})
             unit = numbers[rank][unit_of(one.action, self.schedule.num_slices)]
             of_rank = unit, operands[rank], shared[rank], of_chunk
             added, left = self._run(name, rank, added, last, kept, *of_rank)

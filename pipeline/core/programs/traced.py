@@ -112,11 +112,13 @@ class Traced:
 
     @functools.cached_property
     def windows(self) -> list[int | None]:
-        """[V] the window of each chunk's gathered weights (`Work.windows`)."""
+        """[K] the window of each stage's gathered weights (`Work.windows`)."""
         if not self.options.plan.gathers_by_program:
             return []
-        places = windows(self.options.schedule).weights
-        return [place if self.made_of(v) else None for v, place in enumerate(places)]
+        schedule, stages = self.options.schedule, self.options.model.stages
+        places = windows(schedule).weights
+        pairs = zip(schedule.chunk_of, stages, strict=True)
+        return [places[v] if self.made_of(stage.chunk) else None for v, stage in pairs]
 
     def made_of(self, chunk: int) -> dict[str, Leaves]:
         return {name: of for name, of in self.made.items() if name.startswith(f"ready{chunk}.")}

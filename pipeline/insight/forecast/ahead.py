@@ -36,9 +36,7 @@ def lower_step(
     check_optimizer(pipe, optimizer)
     graphdef, state = nnx.split((pipe, optimizer))
 
-    places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    hosted = any(place.memory_kind == HOST_MEMORY for place in jax.tree.leaves(places))
-    # A result reuses donated host memory only if its sharding names host memory.
+    places, hosted = _places(state)
     told = {"out_shardings": (places, None)} if hosted else {}
 
     @functools.partial(jax.jit, donate_argnums=0, **told)
@@ -63,14 +61,13 @@ def lower_programs(
     """
     from pipeline.core.programs.runtime import training_programs
 
-    lowered = training_programs(pipe.plan, *operands).lower()
-    if optimizer is None:
-        return lowered
-    if pipe.plan.stage_meshes is not None:
+    if optimizer is not None and pipe.plan.stage_meshes is not None:
         raise ValueError(
             "lower(optimizer=...) with stage_meshes=: the update is a program of each kind of "
             "mesh, which make_optimizer compiles at its first call; leave optimizer= out"
         )
+    if optimizer is None:
+        return training_programs(pipe.plan, *operands).lower()
     check_optimizer(pipe, optimizer)
     graphdef, state = nnx.split((pipe, optimizer))
 
@@ -79,8 +76,19 @@ def lower_programs(
         optimizer.update(pipe, gradients)
         return nnx.state((pipe, optimizer))
 
-    gradients = nnx.state(pipe, pipe.wrt)
-    return [*lowered, jax.jit(update, donate_argnums=0).lower(state, gradients)]
+    places, hosted = _places(state)
+    told = {"out_shardings": places} if hosted else {}
+    of_update = jax.jit(update, donate_argnums=0, **told).lower(state, nnx.state(pipe, pipe.wrt))
+    return [*training_programs(pipe.plan, *operands).lower(), of_update]
+
+
+def _places(state: Tree) -> tuple[Tree, bool]:
+    """Return the shardings of a state, and whether any is in host memory.
+
+    A result reuses donated host memory only if its sharding names host memory.
+    """
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return places, any(place.memory_kind == HOST_MEMORY for place in jax.tree.leaves(places))
 
 
 def _placed(tree: Tree, specs: LeafSpecs, mesh: Mesh) -> Tree:

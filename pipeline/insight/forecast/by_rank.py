@@ -28,7 +28,8 @@ from pipeline.insight.forecast.bytes import PlaceBytes, plural
 from pipeline.lint.placed import placed
 from schedules.lowering.dispatch import Dispatch, Gather, Send, Value, calls_of
 
-_NAMES = {"operand": "message", "gradient": "message"}  # other kinds keep their names
+# Other kinds keep their names.
+_NAMES = {"operand": "message", "gradient": "message", "carry_gradient": "carry gradient"}
 
 
 @dataclass
@@ -90,15 +91,16 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
         of_weights, of_batch, of_sums = map(_bytes_on_device, (given, rows, (added, shared)))
         # A window of gathered weights has one chunk at a time.
         windows = Counter[Any]()
-        for v in range(plan.num_chunks):
-            made = _bytes_on_device(operands.sum_types(of.made_of(v)))
-            window = of.windows[v] if of.windows else f"chunk {v}"
+        for k in plan.schedule.stages_of[rank]:
+            made = _bytes_on_device(operands.sum_types(of.made_of(model.stages[k].chunk)))
+            window = of.windows[k] if of.windows else f"stage {k}"
             windows[window] = max(windows[window], made)
         ranks.append(RankBytes(of_weights + windows.total(), of_batch, of_sums))
     for one, held in held_before_calls(models):
         for rank, values in held.items():
             if (size := sum(values.values())) > ranks[rank].values:
-                counts = Counter(_NAMES.get(kind, kind) for kind, *_ in values)
+                kinds = [name.rstrip("0123456789") for name, *_ in values]  # of slices: one kind
+                counts = Counter(_NAMES.get(kind, kind) for kind in kinds)
                 ranks[rank].values, ranks[rank].counts = size, counts
         if isinstance(one, Send):
             ranks[one.ranks[0]].sent += held[one.ranks[0]][one.value]
@@ -229,7 +231,12 @@ def compiled_step(
     count = each = 0
     for _, held in held_before_calls(programs.ranks):
         for values in held.values():
-            stashes = [size for (kind, stage, _), size in values.items() if kind == name and stage]
+            # The first stage's input is computed again from the batch, but its stash can move.
+            stashes = [
+                size
+                for (kind, stage, _), size in values.items()
+                if kind == name and (stage or name == "stash")
+            ]
             count, each = max(count, len(stashes)), max(each, *stashes, 0)
     return max(sizes), PlaceBytes(count, each)
 

@@ -152,7 +152,9 @@ def _text(what: str, places: PlaceBytes) -> str:
 
 def plural(name: str, count: int) -> str:
     """A noun, in the plural unless the count is 1."""
-    return name if count == 1 else f"{name}es" if name.endswith("sh") else f"{name}s"
+    if count == 1:
+        return name
+    return f"{name}es" if name.endswith("sh") else "carries" if name == "carry" else f"{name}s"
 
 
 def predict(

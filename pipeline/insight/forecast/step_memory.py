@@ -136,7 +136,8 @@ def _compiled(
         if trial.plan.engine == "programs":
             from pipeline.insight.forecast.by_rank import compiled_step
 
-            return compiled_step(trial.plan, operands, optimizer)
+            with entered(trial.plan.mesh, trial.plan.home, programs=True):
+                return compiled_step(trial.plan, operands, optimizer)
         step = trial.lower(inputs, targets, extras=extras, optimizer=optimizer).compile()
     model, weights, rows = trial.plan.facts.last
     with entered(trial.plan.mesh, trial.plan.home):

@@ -67,7 +67,7 @@ def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
     yield "jit_begin", None
     for one in programs.order:
         if isinstance(one, Gather) and one.rank == rank:
-            yield f"jit_gather{one.chunk}", None
+            yield f"jit_gather{programs.chunk_of[one.stage]}", None
         if isinstance(one, Dispatch) and one.rank == rank:
             op = programs.ranks[rank].options.op(one.action.kind, one.action.stage)
             part = "" if one.action.slice is None else f"_slice{one.action.slice}"

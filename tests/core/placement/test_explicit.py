@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
+from pipeline.training.step import Step
 from tests.support import models
 from tests.support.close import assert_close
 
@@ -88,7 +89,6 @@ def wanted():
         (P("data"), {}),
         (None, {"data_parallel": "zero1"}),
         (P("stage"), {"data_parallel": "fsdp"}),
-        (P("data"), {"engine": "programs"}),
     ],
 )
 def test_everything_under_set_mesh(spec, options, wanted):
@@ -111,7 +111,23 @@ def test_everything_under_set_mesh(spec, options, wanted):
         assert_close(x, pipe(given[0]))
         assert "mesh data 2 x stage 2" in pipe.describe(*given, optimizer=None)
         assert jax.tree.leaves(pipe.lower(*given))[0].compile() is not None
+        assert pipe.measure(*given, steps=1).step > 0
         assert float(loss) > 0
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_programs_under_set_mesh(kind):
+    mesh = (automatic if kind == "Auto" else explicit)(data=2, stage=2)
+    with jax.set_mesh(mesh):
+        pipe = build(engine="programs")
+        found = pipe.value_and_grad(*batch())
+        Step(pipe, make_optimizer(pipe, optax.sgd(0.1)), clip=1.0)(*batch())
+        assert pipe.measure(*batch(), steps=1).step > 0
+        assert [one.compile() for one in pipe.lower(*batch())]
+        with jax.disable_jit():
+            assert_close(pipe.loss(*batch()), pipe.replace(engine="scan").loss(*batch()))
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+    assert_close(found, build(automatic(data=2, stage=2)).value_and_grad(*batch()))
 
 
 @pytest.mark.slow

@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 import schedules
 from collectives import make_mesh
@@ -414,6 +416,27 @@ def test_each_mesh_has_programs_of_its_own_that_are_lowered_and_measured():
     names = [re.search(r"@jit_(\w+)", one.as_text())[1] for one in pipe.lower(*batch)]
     assert names.count("begin") == names.count("finish") == 2
     assert 0 < pipe.measure(*batch, steps=1).step < 60
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compute_dtype": jnp.bfloat16},
+        {"data_parallel": "fsdp", "gather": "step"},
+        {"data_parallel": "fsdp", "gather": "repeat"},
+    ],
+    ids=str,
+)
+def test_weights_that_are_made_once_or_gathered_for_two_chunks_of_a_rank(options):
+    devices = np.array(jax.devices())
+    meshes = [Mesh(devices[:2], ("data",)), Mesh(devices[2:4], ("data",))]
+    options = {"schedule": "looped_bfs", "loss_fn": models.squares} | options
+    x, stages = models.rows(16), models.build(models.Block, 4)
+    pipe = Pipeline(stages, 4, engine="programs", stage_meshes=meshes, **options)
+    other = Pipeline(stages, 4, mesh=make_mesh(stage=2, data=2), **options)
+    found, wanted = (one.to_layers(one.value_and_grad(x, x)[1]) for one in (pipe, other))
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert_close(np.asarray(a), np.asarray(b), tolerance=1e-2 if len(options) == 3 else 1e-5)
 
 
 class Unread(nnx.Module):
