@@ -418,11 +418,16 @@ class Growth:
         return f"{whole:.4g} for random numbers together, {parts:.4g} for their parts"
 
 
+def _are_apart(losses: Sequence[float]) -> bool:
+    """Tell whether losses of parts differ: a root of nearly equal losses is nearly a mean."""
+    return max(losses) - min(losses) > 0.1 * max(map(abs, losses))
+
+
 def try_loss(start: Callable[[], Trial]) -> Growth | None:
     """Compare a loss (sum, weight) of the whole with the loss of the parts.
 
     Some losses take positive numbers, such as shares or weights of at least 1. So a loss that
-    agrees on normal numbers or on positive numbers is right.
+    agrees on normal numbers or on positive numbers is right, if the losses of its parts differ.
 
     Returns:
       The values of the loss if they differ; None if they agree, or if the loss cannot be tried.
@@ -440,9 +445,10 @@ def try_loss(start: Callable[[], Trial]) -> Growth | None:
         with np.errstate(all="ignore"):
             whole, joined = float(np.divide(total, weight)), float(np.divide(sums, weights))
         if math.isfinite(whole) and math.isfinite(joined):
-            if abs(whole - joined) <= most * max(abs(whole), abs(joined)):
+            if abs(whole - joined) > most * max(abs(whole), abs(joined)):
+                pairs.append((whole, joined))
+            elif _are_apart([float(np.divide(*part)) for part in parts]):
                 return None
-            pairs.append((whole, joined))
     return Growth(*zip(*pairs, strict=True)) if pairs else None
 
 

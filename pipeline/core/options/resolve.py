@@ -115,15 +115,17 @@ def _check_timetable(plan: Plan) -> None:
 
 def _check_programs(options: Options, shared: Shared) -> None:
     """Raise ValueError for an option that ``engine="programs"`` does not support."""
-    only_of_scan = {
-        f"vocabulary={options.vocabulary!r}": bool(shared),
-        f"pattern={options.pattern!r}": options.pattern is not None,
-        f"delayed={options.delayed!r}": bool(options.delayed),
-    }
-    for option, is_used in only_of_scan.items():
+    exchanges = "it describes exchanges in which all ranks keep step"
+    only_of_scan = [
+        ("pattern", options.pattern is not None, exchanges),
+        ("delayed", bool(options.delayed), exchanges),
+        ("vocabulary", bool(shared), "all ranks run embed or head together"),
+    ]
+    for name, is_used, why in only_of_scan:
         if is_used:
             raise ValueError(
-                f"engine='programs' does not support {option}: leave it out, or use engine='scan'"
+                f"engine='programs' does not support {name}={getattr(options, name)!r}: {why}, and "
+                f"a rank of programs waits only for its data; leave it out, or use engine='scan'"
             )
 
 

@@ -45,7 +45,9 @@ def test_options_that_only_the_scan_has(options, said):
     with pytest.raises(ValueError, match="engine='programs'") as caught:
         make(**options)
     assert str(caught.value) == (
-        f"engine='programs' does not support {said}: leave it out, or use engine='scan'"
+        f"engine='programs' does not support {said}: it describes exchanges in which all ranks "
+        f"keep step, and a rank of programs waits only for its data; leave it out, or use "
+        f"engine='scan'"
     )
 
 
