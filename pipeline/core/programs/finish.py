@@ -52,9 +52,9 @@ class JoinedFinish:
         self._traced, self._operands, self._results = ranks[0], ranks[0].operands, results
         self._waits = waits(ranks[0].options.plan.mesh)
 
-    def lower(self) -> dict[int, jax.stages.Lowered]:
+    def lower(self) -> list[jax.stages.Lowered]:
         traced = self._traced
-        return {0: lower_finish(traced, traced.options.plan.mesh, traced.sums, self._results)}
+        return [lower_finish(traced, traced.options.plan.mesh, traced.sums, self._results)]
 
     def compile(self, _: Mapping[tuple[str, int, int], Any]) -> None:
         self._run = self.lower()[0].compile()
@@ -95,12 +95,12 @@ class FinishByRank:
         self._of_last = [name for name in ("loss", "weight") if name in traced.sums]
         self._add = jax.jit(lambda parts: jax.tree.map(lambda *x: sum(x), *parts))
 
-    def lower(self) -> dict[int, jax.stages.Lowered]:
-        return {rank: self._lower(rank, self._results) for rank in range(len(self._ranks))}
+    def lower(self) -> list[jax.stages.Lowered]:
+        return [self._lower(rank, self._results) for rank in range(len(self._ranks))]
 
     def compile(self, compiled: Mapping[tuple[str, int, int], Any]) -> None:
         """Compile the programs; ``compiled`` are the functions of the step."""
-        self._finish = {rank: of.compile() for rank, of in self.lower().items()}
+        self._finish = {rank: of.compile() for rank, of in enumerate(self.lower())}
         self._shardings = [self._shardings_on(rank) for rank in self._finish]
         self._reads = {rank: self._operands_read(rank, compiled) for rank in self._finish}
 

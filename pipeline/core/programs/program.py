@@ -32,7 +32,7 @@ from schedules.lowering.program import Op
 Names = Sequence[str]
 Reads = Sequence[tuple[str, bool]]
 _MESSAGES = "operand", "gradient"
-_PLACES = {kind.name: 0 for kind in VALUE_KINDS}  # a program has one value of each kind
+_PLACES = {kind.name: 0 for kind in VALUE_KINDS}  # of values of which a program has one
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ def action_program(
             of |= {n: values[f"{kind}{n}"] for n in slices if f"{kind}{n}" in values}
         stores = ActionValues({"gradient": blank(types.gradient, axes), **values}, of_slices)
         actions = program.actions(stage, part, stores, op.kind)
-        places = _PLACES | dict.fromkeys(of_slices, slices)
+        places = _PLACES | dict.fromkeys(of_slices, slices)  # a carry's place is its slice
         sent = actions.run_op(op, {"microbatch": vary(unit, actions.rank.axes), **places})
         results = {**dict.fromkeys(_MESSAGES, sent), **stores.written}
         results |= {f"{kind}{n}": x for kind, of in of_slices.items() for n, x in of.items()}

@@ -49,8 +49,8 @@ class StepPrograms:
     Attributes:
       ranks: [S] the facts from a trace of the model; ranks with equal meshes share them.
       order: the calls of this process, in order.
-      programs: the programs of this process's ranks with the rank, by ("begin", rank, 0), by
-        ("gather", rank, chunk), and for actions by `name_of`.
+      programs: the programs of this process's ranks with the rank, by ("begin", rank, 0),
+        and for gathers and actions by `name_of`.
       compiled: the functions to call, by the same names, and for messages by `name_of`.
       ratio: the step of forward actions that runs before this step to compute the share of its
         loss; None if the step needs no share.
@@ -111,11 +111,10 @@ class StepPrograms:
         for one in self.order:
             if isinstance(one, Send):
                 continue
-            traced = self.ranks[one.rank]
+            traced, name = self.ranks[one.rank], self.name_of(one)
             if isinstance(one, Gather):
-                name: Name = "gather", one.rank, one.stage
                 add(name, one.rank, gather_program, traced, self.chunk_of[one.stage])
-            elif (name := self.name_of(one)) not in programs:
+            elif name not in programs:
                 kind, stage, part = name
                 op = traced.options.op(kind, stage)
                 names = self._sums[name] = traced.sums_of(op, one.rank)
@@ -132,7 +131,7 @@ class StepPrograms:
             ranks.setdefault(program, rank)
         before = [] if self.ratio is None else self.ratio.lower()
         of_ranks = [program.lower_on(rank) for program, rank in ranks.items()]
-        return [*before, *of_ranks, *self._finish.lower().values()]
+        return [*before, *of_ranks, *self._finish.lower()]
 
     def compile(self) -> StepPrograms:
         """Compile the functions of this process's ranks once, with one thread per core."""
@@ -200,13 +199,12 @@ class StepPrograms:
                 if received is not None:
                     values[one.value] = received
                 continue
+            rank, name = one.rank, self.name_of(one)
             if isinstance(one, Gather):
-                rank, chunk = one.rank, self.chunk_of[one.stage]
                 if one.replaced >= 0:
                     del made[rank][self.chunk_of[one.replaced]]
-                made[rank][chunk] = self._run(("gather", rank, one.stage), rank, operands[rank])
+                made[rank][self.chunk_of[one.stage]] = self._run(name, rank, operands[rank])
                 continue
-            rank, name = one.rank, self.name_of(one)
             for value in one.to_device:
                 values[value] = move(values[value], None)
             last, kept = dict[str, Any](), dict[str, Any]()
@@ -223,8 +221,10 @@ class StepPrograms:
                 values[value] = move(values[value], HOST_MEMORY)
         return self._finish(operands, sums, shared)
 
-    def name_of(self, one: Dispatch | Send) -> Name:
-        """Return (kind, stage, slice) of an action, or of a message with the stage that reads."""
+    def name_of(self, one: Dispatch | Send | Gather) -> Name:
+        """Return (kind, stage that runs or reads, slice); of a gather ("gather", rank, stage)."""
+        if isinstance(one, Gather):
+            return "gather", one.rank, one.stage
         if isinstance(one, Send):
             kind, stage, unit = one.value
             return kind, stage, unit % self.schedule.num_slices

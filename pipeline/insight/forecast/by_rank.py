@@ -96,6 +96,7 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
             window = of.windows[k] if of.windows else f"stage {k}"
             windows[window] = max(windows[window], made)
         ranks.append(RankBytes(of_weights + windows.total(), of_batch, of_sums))
+    hosted = Counter[int]()
     for one, held in held_before_calls(models):
         for rank, values in held.items():
             if (size := sum(values.values())) > ranks[rank].values:
@@ -104,8 +105,10 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
                 ranks[rank].values, ranks[rank].counts = size, counts
         if isinstance(one, Send):
             ranks[one.ranks[0]].sent += held[one.ranks[0]][one.value]
-    for rank, most in _most_on_host(models).items():
-        ranks[rank].host = most
+            continue
+        hosted[one.rank] -= sum(_size(models, value) for value in one.to_device)
+        hosted[one.rank] += sum(_size(models, value) for value in one.to_host)
+        ranks[one.rank].host = max(ranks[one.rank].host, hosted[one.rank])
     return ranks
 
 
@@ -153,17 +156,6 @@ def held_before_calls(
         held[rank] |= {value: _size(ranks, value) for value in one.writes.values()}
         for value in one.to_host:
             del held[rank][value]
-
-
-def _most_on_host(ranks: Sequence[Traced]) -> Counter[int]:
-    """Return by rank the most bytes of values in host memory."""
-    hosted, most = Counter[int](), Counter[int]()
-    for one in calls_of(ranks[0].options.schedule, work_of(ranks)):
-        if isinstance(one, Dispatch):
-            hosted[one.rank] -= sum(_size(ranks, value) for value in one.to_device)
-            hosted[one.rank] += sum(_size(ranks, value) for value in one.to_host)
-            most[one.rank] = max(most[one.rank], hosted[one.rank])
-    return +most
 
 
 def _size(ranks: Sequence[Traced], value: Value) -> int:

@@ -23,7 +23,7 @@ from pipeline.insight.profile.read import Instruction
 from pipeline.insight.profile.timeline import Interval, Key, report_runs
 from schedules.clocks.report import Report
 from schedules.core.action import Action
-from schedules.lowering.dispatch import Dispatch, Gather
+from schedules.lowering.dispatch import Dispatch, Send
 
 Call = tuple[str, Action | None]  # the name of a program, and the action that it runs
 
@@ -66,12 +66,10 @@ def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
         yield from ((name, None) for name, _ in calls(programs.ratio, rank))
     yield "jit_begin", None
     for one in programs.order:
-        if isinstance(one, Gather) and one.rank == rank:
-            yield f"jit_gather{programs.chunk_of[one.stage]}", None
-        if isinstance(one, Dispatch) and one.rank == rank:
-            op = programs.ranks[rank].options.op(one.action.kind, one.action.stage)
-            part = "" if one.action.slice is None else f"_slice{one.action.slice}"
-            yield f"jit_{op.label}{part}", one.action
+        if not isinstance(one, Send) and one.rank == rank:
+            program, _ = programs.programs[programs.name_of(one)]
+            action = one.action if isinstance(one, Dispatch) else None
+            yield f"jit_{program.body.__name__}", action
 
 
 def _runs(
