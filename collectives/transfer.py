@@ -6,6 +6,7 @@ devices of both meshes, and all their processes must call these collectives in t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -30,11 +31,28 @@ def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
 
 
 def from_shards(
-    shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[Any, jax.Array]
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    shards: Mapping[Any, jax.Array],
+    dtype: Any = None,
 ) -> jax.Array:
-    """Make an array from the shards that this process holds, by device."""
+    """Make an array from the shards that this process holds, by device.
+
+    ``dtype`` is needed if this process holds none.
+    """
     local_shards = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
-    return jax.make_array_from_single_device_arrays(shape, sharding, local_shards)
+    make = jax.make_array_from_single_device_arrays
+    return make(shape, sharding, local_shards, dtype=dtype)
+
+
+def is_elsewhere(x: Any) -> bool:
+    """Tell whether all devices of an array belong to other processes."""
+    return isinstance(x, jax.Array) and not x.sharding.addressable_devices
+
+
+def elsewhere(t: Any) -> jax.Array:
+    """Make the array of a type whose devices all belong to other processes."""
+    return from_shards(t.shape, t.sharding, {}, t.dtype)
 
 
 def typed(
@@ -57,44 +75,52 @@ def waits(mesh: Mesh) -> bool:
 
 
 class Exchange:
-    """A message between meshes of several processes, by one ppermute.
+    """A message between meshes of several processes.
 
-    Each device of both meshes takes part: a device of the source with its value, a device of the
-    target with zeros, which are not received.
+    Devices that hold equal parts of the value form a group, on each mesh. If the groups of a part
+    have equal sizes, each device of one sends its copy to one device of the other. If they differ,
+    the receivers get pieces, so that each byte is sent once, and then join them (all-gather).
 
     Args:
-      source: the mesh that sends, with one entry on ``stage``.
-      target: the mesh that receives, of the same shape.
-      types: the types of the value on each device, a tree.
-      received: the types of the arrays on ``target``, with a leading axis over devices.
+      sent: the types of the arrays on the mesh that sends, a tree.
+      received: their types on the mesh that receives, with equal shapes and specs.
     """
 
-    def __init__(self, source: Mesh, target: Mesh, types: Tree, received: Tree) -> None:
-        names = source.axis_names
-        devices = [source.devices, target.devices]
-        both = Mesh(np.concatenate(devices, names.index(STAGE)), names)
-        leaves, self._tree = jax.tree.flatten(types)
-        spec = P(names)
-        self._sent = [typed(both, (both.size, *t.shape), t.dtype, spec) for t in leaves]
+    def __init__(self, sent: Tree, received: Tree) -> None:
+        self._sent, self._tree = jax.tree.flatten(sent)
         self._received = jax.tree.leaves(received)
-        here = target.local_devices
-        self._receives = bool(here)
+        source, target = (of[0].sharding.mesh for of in (self._sent, self._received))
+        names, devices = source.axis_names, [source.devices, target.devices]
+        if source.devices.shape == target.devices.shape:
+            both = Mesh(np.concatenate(devices, names.index(STAGE)), names)
+        else:
+            both = Mesh(np.concatenate([of.ravel() for of in devices]), ("device",))
+        self._receives = bool(target.local_devices)
         self._waits = waits(both)
-        # The zeros that the target sends: the bytes of one message, kept for all calls.
-        self._zeros = [
-            {device: jnp.zeros((1, *t.shape), t.dtype, device=device) for device in here}
-            for t in leaves
+        self._routes = [
+            _Route(*pair, both) for pair in zip(self._sent, self._received, strict=True)
         ]
+        spec = P(both.axis_names)
 
         def exchange(values: list[jax.Array]) -> list[jax.Array]:
-            return [jax.lax.ppermute(x, STAGE, [(0, 1)]) for x in values]
+            return [route.send(x) for route, x in zip(self._routes, values, strict=True)]
 
         run = jax.shard_map(exchange, mesh=both, in_specs=spec, out_specs=spec)
-        self._run: Any = jax.jit(run).lower(self._sent)
+        self._run: Any = jax.jit(run).lower([route.given for route in self._routes])
+        # The zeros that the target sends: the bytes of one message, kept for all calls.
+        self._zeros = [
+            {
+                device: jnp.zeros(route.shard, t.dtype, device=device)
+                for device in target.local_devices
+            }
+            for route, t in zip(self._routes, self._sent, strict=True)
+        ]
 
     def compile(self) -> Exchange:
         """Compile the collective; return this message."""
         self._run = self._run.compile()
+        for route in self._routes if self._receives else ():
+            route.compile()
         return self
 
     def __call__(self, value: Tree | None) -> Tree | None:
@@ -105,14 +131,99 @@ class Exchange:
         """
         held = [{}] * len(self._sent) if value is None else map(shards_of, jax.tree.leaves(value))
         shards = [zeros | mine for zeros, mine in zip(self._zeros, held, strict=True)]
-        results = self._run(list(map(self._array, self._sent, shards)))
+        given = (route.given for route in self._routes)
+        results = self._run(list(map(_array, given, shards)))
         if self._waits:
             jax.block_until_ready(results)
         if not self._receives:
             return None
-        received = map(self._array, self._received, map(shards_of, results))
-        return jax.tree.unflatten(self._tree, list(received))
+        pairs = zip(self._routes, map(shards_of, results), strict=True)
+        return jax.tree.unflatten(self._tree, [route.join(shards) for route, shards in pairs])
 
-    @staticmethod
-    def _array(t: jax.ShapeDtypeStruct, shards: Mapping[Any, jax.Array]) -> jax.Array:
-        return from_shards(t.shape, cast("NamedSharding", t.sharding), shards)
+
+class _Route:
+    """How one array of an `Exchange` passes from devices to devices.
+
+    Args:
+      sent, received: the array's types on both meshes.
+      both: the mesh of all devices, those of ``sent`` first.
+
+    Attributes:
+      shard: the shape of a device's part.
+      given: the type of the array of all devices' parts.
+    """
+
+    def __init__(
+        self, sent: jax.ShapeDtypeStruct, received: jax.ShapeDtypeStruct, both: Mesh
+    ) -> None:
+        self._received, self._both = received, both
+        self.shard = cast("NamedSharding", sent.sharding).shard_shape(sent.shape)
+        lead, *rest = self.shard
+        self.given = typed(both, (both.size * lead, *rest), sent.dtype, P(both.axis_names))
+        sources, targets = _groups(sent), _groups(received)
+        place = {device: n for n, device in enumerate(both.devices.flat)}
+        sizes = {len(of): len(targets[part]) for part, of in sources.items()}
+        (senders, receivers), *_ = sizes.items()  # equal for all parts
+        self._pieces = 1 if senders == receivers else receivers
+        # By device, the piece that it sends in a round; in a round each device sends to one other.
+        self._rounds: list[tuple[list[tuple[int, int]], list[int]]] = []
+        for first in range(0, receivers, senders):
+            pairs, piece_of = [], [0] * both.size
+            for part, group in sources.items():
+                for n, (a, b) in enumerate(zip(group, targets[part][first:], strict=False), first):
+                    pairs.append((place[a], place[b]))
+                    piece_of[place[a]] = n % self._pieces
+            self._rounds.append((pairs, piece_of))
+
+    def send(self, x: jax.Array) -> jax.Array:
+        """Send this device's part or its pieces, within the shard_map over all devices."""
+        axes = self._both.axis_names
+        if self._pieces == 1:
+            return jax.lax.ppermute(x, axes, self._rounds[0][0])
+        size = -(-x.size // self._pieces)
+        flat = jnp.pad(x.ravel(), (0, size * self._pieces - x.size)).reshape(self._pieces, size)
+        received = jnp.zeros_like(flat[:1])
+        for pairs, piece_of in self._rounds:
+            mine = jax.lax.axis_index(axes)
+            arrived = jax.lax.ppermute(flat[jnp.asarray(piece_of)[mine]][None], axes, pairs)
+            is_target = jnp.isin(mine, jnp.asarray([b for _, b in pairs]))
+            received = jnp.where(is_target, arrived, received)
+        return received
+
+    def compile(self) -> None:
+        """Compile the join of pieces on the receiving mesh, if there are pieces."""
+        if self._pieces == 1:
+            return
+        t, sharding = self._received, cast("NamedSharding", self._received.sharding)
+        lead, size = sharding.spec[0], math.prod(self.shard)
+        axes = (lead,) if isinstance(lead, str) else tuple(lead or ())
+        axes += tuple(name for name in sharding.mesh.axis_names if name not in axes)
+        parts = t.shape[0] // self.shard[0]
+        shape = parts * self._pieces, -(-size // self._pieces)
+        self._apart = typed(sharding.mesh, shape, t.dtype, P(axes))
+
+        def join(x: jax.Array) -> jax.Array:
+            return x.reshape(parts, -1)[:, :size].reshape(t.shape)
+
+        self._join = jax.jit(join, out_shardings=sharding).lower(self._apart).compile()
+
+    def join(self, shards: Mapping[Any, jax.Array]) -> jax.Array:
+        if self._pieces == 1:
+            return _array(self._received, shards)
+        joined: jax.Array = self._join(_array(self._apart, shards))
+        mesh: Any = cast("NamedSharding", self._received.sharding).mesh
+        return jax.block_until_ready(joined) if waits(mesh) else joined
+
+
+def _groups(t: jax.ShapeDtypeStruct) -> dict[tuple[Any, ...], list[Any]]:
+    """Group the devices that hold an array by their part of it, in the mesh's order."""
+    sharding = cast("NamedSharding", t.sharding)
+    parts = sharding.devices_indices_map(t.shape)
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for device in sharding.mesh.devices.flat:
+        groups.setdefault(tuple(map(str, parts[device])), []).append(device)
+    return groups
+
+
+def _array(t: jax.ShapeDtypeStruct, shards: Mapping[Any, jax.Array]) -> jax.Array:
+    return from_shards(t.shape, cast("NamedSharding", t.sharding), shards)

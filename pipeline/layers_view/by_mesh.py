@@ -22,6 +22,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives.compat import trace_context
+from collectives.everywhere import send_numbers
+from collectives.transfer import elsewhere, waits
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.autodiff.jaxpr.evaluate import bind, evaluate, follow, operands, producers
 from pipeline.core.autodiff.jaxpr.primitives import bodies, callee
@@ -81,7 +83,7 @@ class _MeshPart:
       to: for each variable in ``sent`` the sharding that it gets on this mesh.
       kept: the variables that the part reads and must not overwrite.
       given: the variables that the part reads and whose memory its results may reuse.
-      run: the compiled function of (kept, given).
+      run: the function of (kept, given): compiled, if this process has devices of the mesh.
     """
 
     sent: list[Var]
@@ -132,6 +134,7 @@ class _Program:
         self._tree = jax.tree.structure(shapes)
         meshes = [x.sharding.mesh for x in leaves if _place_of(x) is not None]
         self._everywhere = {frozenset(m.devices.flat): NamedSharding(m, P()) for m in meshes}
+        self._devices = tuple(dict.fromkeys(d for m in meshes for d in m.devices.flat))
         jaxpr = self._closed.jaxpr
         self._made_by = producers(jaxpr)
         self._results = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
@@ -224,18 +227,32 @@ class _Program:
                 values |= zip(names, [*kept_values, *given_values], strict=True)
                 return evaluate(jaxpr, values, writes)
 
-            # A result of a sharding constraint has exactly that sharding, so that the arguments of
-            # the next call have equal types.
-            named = [
-                eqn.params["sharding"] if eqn.primitive.name == "sharding_constraint" else None
-                for eqn in map(self._made_by.__getitem__, writes)
-            ]
             options: Any = {"donate_argnums": 1, "compiler_options": compiler_options}
-            jitted = jax.jit(part_of_update, out_shardings=named, **options)
+            jitted = self._jitted(part_of_update, key[1], writes, options)
             sent = [var for var in of if self._keys.get(var, key)[1] != key[1]]
             to = [self._everywhere[key[1]] for _ in sent if key[1] is not None]
             parts.append(_MeshPart(sent, to, kept, given, writes, jitted))
         return [part for part in parts if part.writes]
+
+    def _jitted(
+        self, part: Callable[..., Any], place: Any, writes: Sequence[Var], options: Any
+    ) -> Callable[..., list[Any]]:
+        """Compile a part of a place; if it belongs to other processes, return results elsewhere."""
+        # A result of a sharding constraint has exactly that sharding, so that the arguments of the
+        # next call have equal types. All processes have to know how numbers lie that are sent.
+        whole: Any = self._everywhere.get(place)
+        shardings = []
+        for var, eqn in ((var, self._made_by[var]) for var in writes):
+            is_named = eqn.primitive.name == "sharding_constraint"
+            other = whole if var.aval.size <= SENT else None
+            shardings.append(eqn.params["sharding"] if is_named else other)
+        if whole is None or whole.mesh.local_devices:
+            run = jax.jit(part, out_shardings=shardings, **options)
+            is_waited = whole is not None and waits(whole.mesh)
+            return (lambda *of: jax.block_until_ready(run(*of))) if is_waited else run
+        pairs = zip((var.aval for var in writes), shardings, strict=True)
+        types = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=s or whole) for t, s in pairs]
+        return lambda *_: list(map(elsewhere, types))
 
     def _reads(self, key: Key, makes: Sequence[Var]) -> list[Var]:
         """List the variables that a part reads from other parts and from the arguments."""
@@ -255,7 +272,7 @@ class _Program:
         values = dict(zip(self._closed.jaxpr.invars, leaves, strict=True))
         for part in self._parts:
             # One call for all arrays is ten times faster than one call for each.
-            sent = jax.device_put([values[v] for v in part.sent], part.to)
+            sent = send_numbers([values[v] for v in part.sent], part.to, self._devices)
             here = dict(zip(part.sent, sent, strict=True))
             kept, given = ([here.get(v, values[v]) for v in of] for of in (part.kept, part.given))
             values |= zip(part.writes, part.run(kept, given), strict=True)

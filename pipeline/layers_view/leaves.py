@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
 from collectives.compat import HOST_MEMORY
+from collectives.transfer import elsewhere, is_elsewhere
 from pipeline.base.tree import Tree, is_key, nbytes, padded
 from pipeline.core.model.overlay import Spot
 from pipeline.core.placement.distribute import distribute
@@ -72,6 +73,8 @@ class LeafCell:
 
     def store(self) -> None:
         value = self.value
+        if is_elsewhere(value):
+            return
         if self._is_free:
             value = jax.device_put(np.asarray(value.addressable_data(0)))
         if self.is_key:
@@ -116,7 +119,7 @@ class LayerLeaf:
         sharding: Any = getattr(value, "sharding", None)
         if place.row is not None or not place.is_whole:
             names = tuple(sharding.spec)[1:] if place.is_whole else ()
-            if place.row is not None and sharding.is_fully_addressable:
+            if place.row is not None and _is_of_one_process(sharding):
                 sharding = NamedSharding(_mesh_of_rank(sharding.mesh, place.row), P(*names))
             else:
                 sharding = NamedSharding(sharding.mesh, _shared(self.shape, names, sharding.mesh))
@@ -125,6 +128,8 @@ class LayerLeaf:
     def read(self) -> jax.Array:
         """Read the leaf into a separate array."""
         value, row, part, out = self.cell.value, self.place.row, self.place.part, self.type.sharding
+        if is_elsewhere(value):
+            return elsewhere(self.type)
         if row is not None and not value.sharding.is_fully_addressable:
             # One program at a time: many programs on all devices at once could block each other,
             # since virtual CPU devices share threads.
@@ -136,6 +141,8 @@ class LayerLeaf:
 
     def write(self, leaf: jax.Array) -> None:
         value, row, part = self.cell.value, self.place.row, self.place.part
+        if is_elsewhere(value):
+            return
         if row is None:
             out = _device_sharding(value)
             self.cell.value = leaf if part is None else _padded(leaf, shape=value.shape, out=out)
@@ -148,6 +155,10 @@ class LayerLeaf:
             value = _on_device(value)
             value = _written(value, leaf, np.int32(row), part=part, out=value.sharding)
             self.cell.value = jax.block_until_ready(value)  # as in `read`
+
+
+def _is_of_one_process(sharding: Any) -> bool:
+    return len({device.process_index for device in sharding.device_set}) == 1
 
 
 # --- all leaves of a model, an optimizer or a tree ---

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives.compat import HOST_MEMORY
+from collectives.everywhere import everywhere
 from pipeline.base.variables import Placeholder
 from pipeline.facade import Attributes
 from pipeline.layers_view.by_mesh import ByMesh
@@ -28,8 +29,9 @@ class StepState:
     Attributes:
       variables: the variables, in the order of the leaves of their state.
       places: the sharding of each variable's array.
-      everywhere: the sharding of the optimizer's count, which all scalars of a step have.
       is_by_mesh: whether arrays are on several meshes (``stage_meshes``), with programs for each.
+      everywhere: the sharding of a step's scalars: that of the optimizer's count, or all devices if
+        `is_by_mesh`.
 
     Raises:
       ValueError: a variable holds a tree or nothing.
@@ -45,9 +47,11 @@ class StepState:
         self._is_state = [not isinstance(v, nnx.RngState | nnx.Param) for v in self.variables]
         self.places = [v.get_raw_value().sharding for v in self.variables]
         self.devices = {d for place in self.places for d in place.device_set}
-        self.everywhere = optimizer.step.get_value().sharding
         meshes = {frozenset(p.device_set) for p in self.places if isinstance(p, NamedSharding)}
         self.is_by_mesh = len(meshes) > 1
+        self.everywhere = optimizer.step.get_value().sharding
+        if self.is_by_mesh:
+            self.everywhere = everywhere(self.devices)
         named = lambda x: x.sharding if isinstance(x.sharding, NamedSharding) else None  # noqa: E731
         self._places_of_weights = jax.tree.map(named, self.weights())
 

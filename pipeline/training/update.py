@@ -101,6 +101,8 @@ class Update:
         updates, skipped, in_a_row = (scalars[n] for n in ("updates", "skipped", "in_a_row"))
         experts = balance_of(model)
         metrics = Metrics(loss, norm, finite, scale, updates, skipped, in_a_row, aux, experts)
+        if self.state.is_by_mesh:  # each process reads them
+            metrics = jax.lax.with_sharding_constraint(metrics, self.state.everywhere)
         return leaves, mean, scalars, metrics
 
 

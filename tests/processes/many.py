@@ -173,9 +173,10 @@ def send(here: Cluster) -> None:
     """On CPUs a message has arrived when the call returns, so that it holds no thread of XLA."""
     source, target = (Mesh(np.array([device]), "stage") for device in jax.devices())
     of_source, of_target = (NamedSharding(mesh, P("stage")) for mesh in (source, target))
-    received = jax.ShapeDtypeStruct((1, 256), jnp.float32, sharding=of_target)
-    exchange = Exchange(source, target, jax.ShapeDtypeStruct((256,), jnp.float32), received)
-    exchange.compile()
+    ends = of_source, of_target
+    exchange = Exchange(
+        *(jax.ShapeDtypeStruct((1, 256), jnp.float32, sharding=end) for end in ends)
+    ).compile()
 
     weight = jnp.eye(256)
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 50_000, lambda _, y: y @ weight, x))

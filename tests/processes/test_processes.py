@@ -20,7 +20,7 @@ from collectives import make_mesh
 from pipeline import initialize, shard_batch
 from pipeline.processes import local_rows
 from pipeline.processes.launch import Job, free_port, run
-from tests.processes import many
+from tests.processes import many, unlike
 from tests.support.close import assert_close
 
 ROOT = Path(many.__file__).parents[2]
@@ -266,3 +266,28 @@ def test_an_exception_ends_all_others_and_is_shown(culprit: int) -> None:
     last = err[err.index("its last lines:") :]
     assert f"[{culprit}] ValueError: row 7 is not a number\n" in last
     assert all(line.startswith(f"[{culprit}] ") for line in last.splitlines()[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_ranks_with_unlike_meshes_on_several_processes(steps: int, tmp_path: Path) -> None:
+    """Two processes give the losses of one until one dies; four go on, with other meshes."""
+
+    def train(name: str, processes: int, meshes: str, last: int, *how: str) -> tuple[Any, str]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        err = io.BytesIO()
+        command = [sys.executable, unlike.__file__, str(folder), meshes, str(last), *how]
+        code = run(Job(command, processes, 8 // processes), io.BytesIO(), err)
+        text = err.getvalue().decode()
+        assert bool(code) == bool(how), text
+        return json.loads((folder / "losses.json").read_text(encoding="utf-8")), text
+
+    whole, _ = train("one", 1, "wide", steps)
+    half, text = train("many", 2, "wide", steps // 2, "dies")
+    assert half == whole[: steps // 2]
+    assert "process 1" in text
+    # Two of four processes share a rank, and sum its four gradients in another order.
+    rest, _ = train("many", 4, "other", steps)
+    assert len(rest) == steps // 2
+    assert_close(rest, whole[steps // 2 :], tolerance=1e-5)

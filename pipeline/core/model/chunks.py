@@ -202,4 +202,4 @@ def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:
     def rows(index: Any) -> Any:
         return np.stack([np.asarray(leaf)[index[1:]] for leaf in leaves[index[0]]])
 
-    return jax.make_array_from_callback(shape, sharding, rows)
+    return jax.make_array_from_callback(shape, sharding, rows, dtype=leaves[0].dtype)

@@ -127,7 +127,7 @@ class Options:
         a mesh of the most devices among which K stages divide evenly.
       stage_meshes: [S] meshes in place of ``mesh``, one for each rank, with engine="programs": each
         rank then has as many devices as its stages need. All meshes split the batch in the same
-        way; other axes, such as ``tensor``, may differ.
+        way; other axes, such as ``tensor``, may differ. Every process has a device of a mesh.
       batch: the mesh axes that split a batch: a `jax.sharding.PartitionSpec` whose first entry
         splits rows and whose later entries split positions, such as ``P(("data", "expert"),
         "context")``. Leaves with fewer dims use the leading part. It may also be a tree prefix of

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from collectives.everywhere import part_of
+
 
 def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array:
     """Place an array by ``sharding``; each process provides the parts of its own devices.
@@ -40,9 +42,15 @@ def with_sharding(x: Any, sharding: NamedSharding, *, compare: bool = True) -> A
 
 def placed_on(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """Place an array with a sharding; no copy if it has that sharding."""
-    is_array = isinstance(leaf, jax.Array)
-    is_there = is_array and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    return leaf if is_there else distribute(leaf, sharding, compare=False)
+    if not isinstance(leaf, jax.Array):
+        return distribute(leaf, sharding, compare=False)
+    if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
+    # Numbers that all processes have, on ranks with meshes of their own.
+    is_whole = not leaf.is_fully_addressable and leaf.sharding.is_fully_replicated
+    if is_whole and leaf.sharding.device_set > sharding.device_set:
+        return part_of(leaf, sharding)
+    return distribute(leaf, sharding, compare=False)
 
 
 def constrained(x: Any, sharding: Any) -> Any:

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from collectives import STAGE
+from collectives.places.homes import process_of
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
 
@@ -24,8 +25,8 @@ def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
     A mesh that lacks an axis gets the axis with size 1.
 
     Raises:
-      ValueError: the option is no list of meshes, a mesh has several stages or devices of another
-        process, or two meshes have a device in common.
+      ValueError: the option is no list of meshes, a mesh has several stages, two meshes have a
+        device in common, or a process has no device of any mesh.
     """
     remedy = "give one jax.sharding.Mesh for each rank, such as stage_meshes=[encoder, decoder]"
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
@@ -40,12 +41,6 @@ def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
                 f"is the mesh of one rank; {remedy}"
             )
         for device in mesh.devices.flat:
-            if device.process_index != jax.process_index():
-                raise ValueError(
-                    f"stage_meshes[{rank}] has {device} of process {device.process_index}, and "
-                    f"this is process {jax.process_index()}: stage_meshes= works in one "
-                    f"process; give all ranks of several processes one shape, with mesh="
-                )
             if device in rank_of:
                 raise ValueError(
                     f"stage_meshes[{rank_of[device]}] and stage_meshes[{rank}] overlap: both have "
@@ -53,6 +48,13 @@ def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
                     f"devices one mesh (with a schedule of several stages per rank)"
                 )
             rank_of[device] = rank
+    owners = {process_of(device) for device in rank_of}
+    if idle := sorted(set(range(jax.process_count())) - owners):
+        raise ValueError(
+            f"stage_meshes= has devices of processes {sorted(owners)}, and there are also {idle}: "
+            f"each process runs the programs of its ranks; give each at least one device of a "
+            f"mesh, or start fewer processes"
+        )
     return tuple(_with_axes(mesh, names) for mesh in given)
 
 

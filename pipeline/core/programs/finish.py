@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from collectives.transfer import waits
+from collectives.everywhere import everywhere, send_numbers
+from collectives.transfer import elsewhere, typed, waits
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.model.model import Weights
 from pipeline.core.placement.distribute import placed_on
@@ -34,11 +36,13 @@ class Results:
       of: a function of (step, sums, state of a rank) that computes the results.
       stages: for each result the stage whose rank holds the result, as a prefix of the result tree;
         used only with ``stage_meshes``.
+      numbers: whether a result is numbers for all processes, such as a loss; a prefix too.
     """
 
     of: Callable[[OpenedStep, StepSums, Weights], Any]
     specs: Any
     stages: Any
+    numbers: Any
 
 
 class JoinedFinish:
@@ -93,30 +97,45 @@ class FinishByRank:
         # and that the gradients of other ranks may need.
         self._common = [name for name in traced.sums if name not in traced.stages_of_sums]
         self._of_last = [name for name in ("loss", "weight") if name in traced.sums]
+        names = *self._common, *self._of_last
         self._add = jax.jit(lambda parts: jax.tree.map(lambda *x: sum(x), *parts))
+        self._meshes = traced.operands.meshes
+        self._waits = [waits(mesh) for mesh in self._meshes.ranks]
+        # By rank, the types of the sums that it sends and receives.
+        self._types = [
+            of.operands.sum_types({name: of.sums[name] for name in names}, mesh)
+            for of, mesh in zip(ranks, self._meshes.ranks, strict=True)
+        ]
 
     def lower(self) -> list[jax.stages.Lowered]:
         return [self._lower(rank, self._results) for rank in range(len(self._ranks))]
 
     def compile(self, compiled: Mapping[tuple[str, int, int], Any]) -> None:
-        """Compile the programs; ``compiled`` are the functions of the step."""
-        self._finish = {rank: of.compile() for rank, of in enumerate(self.lower())}
-        self._shardings = [self._shardings_on(rank) for rank in self._finish]
+        """Compile the programs of this process; ``compiled`` are the functions of the step."""
+        self._finish = {
+            rank: self._lower(rank, self._results).compile() for rank in self._meshes.local_ranks
+        }
         self._reads = {rank: self._operands_read(rank, compiled) for rank in self._finish}
+        others = [rank for rank in range(len(self._ranks)) if rank not in self._finish]
+        self._sums_elsewhere = {rank: jax.tree.map(elsewhere, self._types[rank]) for rank in others}
+        self._results_elsewhere = {rank: self._list_elsewhere(rank) for rank in others}
+
+    def _list_elsewhere(self, rank: int) -> Any:
+        """Make the results of a rank of other processes, without their parts."""
+        specs, mesh = self._only(rank, self._results.specs), self._meshes.ranks[rank]
+
+        def result(spec: P, types: Any) -> Any:
+            return jax.tree.map(lambda t: elsewhere(typed(mesh, t.shape, t.dtype, spec)), types)
+
+        return jax.tree.map(result, specs, self._lower(rank, self._results).out_info)
 
     def _lower(self, rank: int, results: Results) -> jax.stages.Lowered:
         """Lower the finish program of a rank, which computes the results that the rank holds."""
         traced = self._ranks[rank]
         sums = traced.sums_on(rank) | {name: traced.sums[name] for name in self._of_last}
         of, specs = results.of, self._only(rank, results.specs)
-        own = Results(lambda *given: self._only(rank, of(*given)), specs, rank)
+        own = Results(lambda *given: self._only(rank, of(*given)), specs, rank, False)
         return lower_finish(traced, traced.operands.meshes.ranks[rank], sums, own)
-
-    def _shardings_on(self, rank: int) -> Any:
-        """Return the shardings of sums that this rank receives from other ranks."""
-        of = self._ranks[rank]
-        sums = {name: of.sums[name] for name in (*self._common, *self._of_last)}
-        return of.operands.meshes.shardings(rank, of.operands.sum_specs(sums))
 
     def _only(self, rank: int, tree: Tree) -> Tree:
         """Return the results' tree with None for leaves that other ranks hold."""
@@ -135,11 +154,15 @@ class FinishByRank:
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
         """Place the operands of each rank; skip operands that the rank's programs do not read."""
         placed: dict[int | None, Leaves] = {}
+        # A number of a step, such as its loss scale, may lie on one rank.
+        *_, given = self._ranks[0].operands.of(leaves)
+        count = len(leaves) - len(jax.tree.leaves(given))
+        leaves = leaves[:count] + self._on_all(leaves[count:])
         for rank, reads in self._reads.items():
             operands = self._ranks[rank].operands
             meshes = operands.meshes
             placed[rank] = [
-                placed_on(leaf, meshes.sharding(rank, spec)) if is_read else leaf
+                _placed(leaf, meshes.sharding(rank, spec)) if is_read else leaf
                 for leaf, spec, is_read in zip(leaves, operands.specs, reads, strict=True)
             ]
         return placed
@@ -150,23 +173,67 @@ class FinishByRank:
         sums: Mapping[int, dict[str, Leaves]],
         shared: Mapping[int, Tree],
     ) -> Any:
-        last = self._placement[-1]
-        common: dict[str, Leaves] = {name: sums[last][name] for name in self._of_last}
+        last, ranks = self._placement[-1], range(len(self._ranks))
+        of_ranks: Any = self._sums_elsewhere | {**sums}
+        common: dict[str, Leaves] = {name: of_ranks[last][name] for name in self._of_last}
         if self._common:
-            parts = ({name: of[name] for name in self._common} for of in sums.values())
-            common |= self._add([self._sent(part, last) for part in parts])
+            parts = [{name: of_ranks[rank][name] for name in self._common} for rank in ranks]
+            parts = self._sent(parts, [last] * len(ranks))
+            common |= self._add(parts) if last in self._finish else parts[last]
         # All sums are sent before the first finish, because a finish reuses the memory of its sums.
-        given = {rank: of | self._sent(common, rank) for rank, of in sums.items()}
-        found = [
-            finish(operands[rank], given[rank], shared[rank])
-            for rank, finish in self._finish.items()
-        ]
-        return jax.tree.map(lambda owner, *of: of[owner], self._owners, *found)
+        given = self._sent([common] * len(ranks), ranks)
+        results = dict(self._results_elsewhere)
+        for rank, finish in self._finish.items():
+            results[rank] = finish(operands[rank], of_ranks[rank] | given[rank], shared[rank])
+            if self._waits[rank]:
+                jax.block_until_ready(results[rank])
+        of_owners = [results[rank] for rank in ranks]
+        whole = jax.tree.map(lambda owner, *of: of[owner], self._owners, *of_owners)
+        return self._with_numbers(whole)
 
-    def _sent(self, values: dict[str, Leaves], rank: int) -> Any:
-        """Copy sums of another rank to the devices of ``rank``."""
-        shardings = {name: self._shardings[rank][name] for name in values}
-        return jax.device_put(values, shardings)
+    def _sent(self, parts: Sequence[dict[str, Leaves]], ranks: Sequence[int]) -> Any:
+        """Copy sums to the devices of ranks."""
+        leaves, tree = jax.tree.flatten(list(parts))
+        pairs = zip(parts, ranks, strict=True)
+        to = [{name: self._types[rank][name] for name in of} for of, rank in pairs]
+        shardings = [t.sharding for t in jax.tree.leaves(to)]
+        return jax.tree.unflatten(tree, send_numbers(leaves, shardings, self._meshes.all_devices))
+
+    def _with_numbers(self, results: Any) -> Any:
+        """Copy those results that are numbers to all devices, so that each process has them."""
+        flags = jax.tree.map(
+            lambda yes, of: jax.tree.map(lambda _: yes, of), self._results.numbers, results
+        )
+        leaves, tree = jax.tree.flatten(results)
+        places = [n for n, yes in enumerate(jax.tree.leaves(flags)) if yes]
+        for n, x in zip(places, self._on_all([leaves[n] for n in places]), strict=True):
+            leaves[n] = x
+        return jax.tree.unflatten(tree, leaves)
+
+    def _on_all(self, numbers: Leaves) -> Leaves:
+        """Copy numbers that some ranks have to all devices."""
+        devices = self._meshes.all_devices
+        places = [
+            n
+            for n, x in enumerate(numbers)
+            if isinstance(getattr(x, "sharding", None), NamedSharding)
+            and len(x.sharding.device_set) < len(devices)
+        ]
+        to = [everywhere(devices)] * len(places)
+        sent = send_numbers([numbers[n] for n in places], to, devices)
+        by_place = dict(zip(places, sent, strict=True))
+        return [by_place.get(n, x) for n, x in enumerate(numbers)]
+
+
+def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    lies = getattr(leaf, "sharding", sharding)
+    if not (lies.is_fully_addressable or lies.device_set >= sharding.device_set):
+        raise ValueError(
+            f"an array of shape {leaf.shape} is on {len(lies.device_set)} devices of several "
+            f"processes, and with stage_meshes= each rank takes its part of a batch from an array "
+            f"that its process has whole: give inputs, targets and extras as numpy arrays"
+        )
+    return placed_on(leaf, sharding)
 
 
 def lower_finish(

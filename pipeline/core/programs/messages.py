@@ -40,12 +40,16 @@ def lower_message(
     of_source, of_target, (kind, stage, part) = ranks[source], ranks[target], name
     meshes, types = of_target.operands.meshes, of_target.stages[stage][part].value(kind)
     ends = meshes.devices(source), meshes.devices(target)
-    if of_source is not of_target:  # within one process
-        sent = of_source.operands.meshes.value_types(of_source.stages[stage][part].value(kind))
-        check_parts_agree(sent, meshes.value_types(types), kind, stage)
-    elif any(process_of(a) != process_of(b) for a, b in zip(*ends, strict=True)):
-        on_target = meshes.value_types(types, meshes.ranks[target])
-        return Exchange(meshes.ranks[source], meshes.ranks[target], types, on_target).compile
+    value = of_source.stages[stage][part].value(kind)
+    on_source = of_source.operands.meshes.value_types(value, meshes.ranks[source])
+    on_target = meshes.value_types(types, meshes.ranks[target])
+    if of_source is not of_target:
+        check_parts_agree(on_source, on_target, kind, stage)
+        is_copy = len({process_of(device) for end in ends for device in end}) == 1
+    else:
+        is_copy = all(process_of(a) == process_of(b) for a, b in zip(*ends, strict=True))
+    if not is_copy:
+        return Exchange(on_source, on_target).compile
     copy = Copy(meshes, source, target, types)
     return lambda: copy
 

@@ -241,5 +241,5 @@ def _of_outputs(options: StepOptions, weights: Weights, batch: Batch) -> StepPro
     forward = StepOptions(options.plan, model, StepRequest(training=False, take_loss=True))
     results = lambda step, sums, _: share_of(sums, step.plan)  # noqa: E731
     last = options.plan.schedule.num_stages - 1
-    of_loss = Results(results, (P(), P()), (last, last))
+    of_loss = Results(results, (P(), P()), (last, last), numbers=True)
     return StepPrograms(forward, weights, batch, StepInputs(), of_loss)

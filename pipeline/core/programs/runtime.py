@@ -92,7 +92,7 @@ def training_programs(
     of_ends = chosen(stages_of_ends(weights.ends, last), model.trained.ends)
     gradients = tuple(range(len(weights.chunks))), of_ends
     stages = last, gradients, 0, _stages_of_state(weights, model)
-    made = Results(results, (P(), *specs), stages)
+    made = Results(results, (P(), *specs), stages, (True, False, False, False))
     return _programs(options, "train", weights, batch, StepInputs(scale), made)
 
 
@@ -157,7 +157,8 @@ def _infer(
 
     given, specs = StepInputs(), (spec, manual(plan, model.state_specs))
     stages = len(model.stages) - 1, _stages_of_state(weights, model)
-    step = _programs(options, "infer", weights, batch, given, Results(whole, specs, stages))
+    made = Results(whole, specs, stages, (spec == P(), False))
+    step = _programs(options, "infer", weights, batch, given, made)
     return step(weights, batch, given)
 
 

@@ -15,6 +15,8 @@ from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collectives.everywhere import everywhere, gather_spread, spread, spread_sharding
+from pipeline.core.placement.distribute import distribute
 from pipeline.facade import entered
 from pipeline.layers_view.leaves import LayerLeaf, replicated
 from pipeline.pipeline import Pipeline
@@ -54,7 +56,7 @@ class Orbax:
                     tree = self._orbax.load(folder, unflatten_mapping(wanted)) if wanted else {}
                 found = flatten_mapping(tree)
                 for path, leaf in filled.items():
-                    leaf.write(_own(found[path], leaf))
+                    leaf.write(_own(found[path], leaf, model))
                 for _, leaf in group:
                     left[id(leaf.cell)] -= 1
                     if not left[id(leaf.cell)]:
@@ -74,10 +76,7 @@ def read_leaves(leaves: Mapping[str, LayerLeaf], model: Any) -> dict[str, Any]:
     with _entered(model):
         for name, leaf in leaves.items():
             if math.prod(leaf.shape):
-                array = leaf.read()
-                is_local = _is_local(array, model)
-                here = replicated(array, model.plan.mesh) if is_local else array
-                arrays[tuple(name.split("."))] = here
+                arrays[tuple(name.split("."))] = _for_all(leaf.read(), model)
     return unflatten_mapping(arrays)
 
 
@@ -85,6 +84,26 @@ def _entered(model: Any) -> Any:
     if isinstance(model, Pipeline):
         return entered(model.plan.mesh, model.plan.home)
     return contextlib.nullcontext()
+
+
+def _for_all(array: Any, model: Any) -> Any:
+    """Return an array in the form in which Orbax writes it: each process has a part, or all."""
+    if _has_meshes(model):
+        devices = _devices(model)
+        if isinstance(getattr(array, "sharding", None), NamedSharding):
+            return spread(array, devices)
+        return distribute(np.asarray(array), everywhere(devices))
+    return replicated(array, model.plan.mesh) if _is_local(array, model) else array
+
+
+def _has_meshes(model: Any) -> bool:
+    """Tell whether several processes have the arrays of ranks with meshes of their own."""
+    several = jax.process_count() > 1 and isinstance(model, Pipeline)
+    return several and model.plan.stage_meshes is not None
+
+
+def _devices(model: Any) -> tuple[Any, ...]:
+    return tuple(device for mesh in model.plan.rank_meshes for device in mesh.devices.flat)
 
 
 def _is_local(array: Any, model: Any) -> bool:
@@ -95,16 +114,23 @@ def _is_local(array: Any, model: Any) -> bool:
 
 def _wanted(leaf: LayerLeaf, model: Any) -> Any:
     value = leaf.cell.value
+    if _has_meshes(model):
+        is_named = isinstance(getattr(value, "sharding", None), NamedSharding)
+        devices = _devices(model)
+        sharding = spread_sharding(leaf.shape, devices) if is_named else everywhere(devices)
+        return jax.ShapeDtypeStruct(leaf.shape, value.dtype, sharding=sharding)
     if _is_local(value, model):
         sharding = NamedSharding(model.plan.mesh, P())
         return jax.ShapeDtypeStruct(leaf.shape, value.dtype, sharding=sharding)
     return np.empty(leaf.shape, value.dtype) if isinstance(value, np.ndarray) else leaf.type
 
 
-def _own(found: Any, leaf: LayerLeaf) -> Any:
+def _own(found: Any, leaf: LayerLeaf, model: Any) -> Any:
     """Convert an array that Orbax has read to the form of the array that stores the leaf."""
     if isinstance(leaf.cell.value, np.ndarray):
         return np.asarray(found.addressable_data(0) if hasattr(found, "sharding") else found)
+    if _has_meshes(model) and isinstance(leaf.type.sharding, NamedSharding):
+        return gather_spread(found, leaf.type.sharding)
     return found
 
 

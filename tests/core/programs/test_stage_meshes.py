@@ -367,6 +367,15 @@ def refused(meshes: Any, **options: Any) -> str:
     return str(caught.value)
 
 
+def test_a_process_without_a_rank(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    assert refused(meshes_of({"data": 2}, {"data": 2})) == (
+        "stage_meshes= has devices of processes [0], and there are also [1, 2]: each process runs "
+        "the programs of its ranks; give each at least one device of a mesh, or start fewer "
+        "processes"
+    )
+
+
 def test_meshes_that_do_not_fit():
     one, two = meshes_of({"data": 2}, {"data": 2})
     like = "give one jax.sharding.Mesh for each rank, such as stage_meshes=[encoder, decoder]"
