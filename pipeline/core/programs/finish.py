@@ -21,11 +21,16 @@ from pipeline.base.tree import Leaves, Tree
 from pipeline.core.model.model import Weights
 from pipeline.core.placement.distribute import placed_on
 from pipeline.core.programs.meshes import drop_device_axis
-from pipeline.core.programs.program import entering, without_warnings_of_donation
+from pipeline.core.programs.program import (
+    RankProgram,
+    entering,
+    without_warnings_of_donation,
+)
 from pipeline.core.programs.traced import Traced
 from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.stores.totals import StepSums
-from schedules.core.action import KINDS
+
+Programs = Sequence[tuple[RankProgram, int]]  # with their ranks
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class JoinedFinish:
         traced = self._traced
         return [lower_finish(traced, traced.options.plan.mesh, traced.sums, self._results)]
 
-    def compile(self, _: Mapping[tuple[str, int, int], Any]) -> None:
+    def compile(self, _: Programs) -> None:
         self._run = self.lower()[0].compile()
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
@@ -110,12 +115,12 @@ class FinishByRank:
     def lower(self) -> list[jax.stages.Lowered]:
         return [self._lower(rank, self._results) for rank in range(len(self._ranks))]
 
-    def compile(self, compiled: Mapping[tuple[str, int, int], Any]) -> None:
-        """Compile the programs of this process; ``compiled`` are the functions of the step."""
+    def compile(self, programs: Programs) -> None:
+        """Compile the programs of this process; ``programs`` are those of the step."""
         self._finish = {
             rank: self._lower(rank, self._results).compile() for rank in self._meshes.local_ranks
         }
-        self._reads = {rank: self._operands_read(rank, compiled) for rank in self._finish}
+        self._reads = {rank: self._operands_read(rank, programs) for rank in self._finish}
         others = [rank for rank in range(len(self._ranks)) if rank not in self._finish]
         self._sums_elsewhere = {rank: jax.tree.map(elsewhere, self._types[rank]) for rank in others}
         self._results_elsewhere = {rank: self._list_elsewhere(rank) for rank in others}
@@ -141,15 +146,11 @@ class FinishByRank:
         """Return the results' tree with None for leaves that other ranks hold."""
         return jax.tree.map(lambda owner, x: x if owner == rank else None, self._owners, tree)
 
-    def _operands_read(self, rank: int, compiled: Mapping[Any, Any]) -> list[bool]:
-        """Tell, for each operand, whether the rank's program reads it; jit drops others."""
-        given = [self._finish[rank].input_shardings[0][0]]
-        for (kind, where, _), program in compiled.items():
-            if kind in ("begin", "gather") and where == rank:
-                given.append(program.input_shardings[0][0])
-            elif kind in KINDS and self._placement[where] == rank:
-                given.append(program.input_shardings[0][4])
-        return [any(x is not None for x in of) for of in zip(*given, strict=True)]
+    def _operands_read(self, rank: int, programs: Programs) -> list[bool]:
+        """Tell, for each operand, whether a program of the rank reads it."""
+        read = {n for program, where in programs if where == rank for n in program.reads}
+        of_finish = self._finish[rank].input_shardings[0][0]  # None for what jit drops
+        return [n in read or x is not None for n, x in enumerate(of_finish)]
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
         """Place the operands of each rank; skip operands that the rank's programs do not read."""

@@ -165,7 +165,7 @@ class StepPrograms:
             compiled = threads.map(compile_one, lowered.values())
             functions = dict(zip(lowered, compiled, strict=True))
         self.compiled = {name: functions[key] for name, key in key_of.items()}
-        self._finish.compile(self.compiled)
+        self._finish.compile(list(self.programs.values()))
         numbers = list(np.arange(self.schedule.num_units, dtype=np.int32))
         local = self.meshes.local_ranks
         self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in local}
@@ -185,9 +185,15 @@ class StepPrograms:
         batch = deal(self._plan, batch)
         meshes, numbers = self.meshes, self._numbers
         operands = self._finish.place(jax.tree.leaves((weights, batch, given)))
+        # By program and rank, the operands that the program reads.
+        taken = {
+            pair: [operands[pair[1]][n] for n in pair[0].reads]
+            for pair in dict.fromkeys(self.programs.values())
+        }
         sums, shared, made = {}, {}, {}
         for rank in meshes.local_ranks:
-            sums[rank], shared[rank] = self._run(("begin", rank, 0), rank, operands[rank])
+            name = "begin", rank, 0
+            sums[rank], shared[rank] = self._run(name, rank, taken[self.programs[name]])
             made[rank] = {
                 v: {name: sums[rank].pop(name) for name in self.ranks[rank].made_of(v)}
                 for v in self._made_first[rank]
@@ -203,7 +209,8 @@ class StepPrograms:
             if isinstance(one, Gather):
                 if one.replaced >= 0:
                     del made[rank][self.chunk_of[one.replaced]]
-                made[rank][self.chunk_of[one.stage]] = self._run(name, rank, operands[rank])
+                of_chunk = self._run(name, rank, taken[self.programs[name]])
+                made[rank][self.chunk_of[one.stage]] = of_chunk
                 continue
             for value in one.to_device:
                 values[value] = move(values[value], None)
@@ -213,7 +220,7 @@ class StepPrograms:
             added = {of: sums[rank][of] for of in self._sums[name]}
             of_chunk = made[rank].get(self.chunk_of[one.action.stage], {})
             unit = numbers[rank][unit_of(one.action, self.schedule.num_slices)]
-            of_rank = unit, operands[rank], shared[rank], of_chunk
+            of_rank = unit, taken[self.programs[name]], shared[rank], of_chunk
             added, left = self._run(name, rank, added, last, kept, *of_rank)
             sums[rank] |= added
             values |= {value: left[of] for of, value in one.writes.items()}

@@ -219,3 +219,19 @@ def test_narrow_weights_stay_divided_by_an_axis_that_is_left_to_the_compiler():
 def test_the_collectives_and_casts_of_each_action_are_pinned(name, monkeypatch):
     stage, options, wanted = CASES[name]
     assert work_of(monkeypatch, stage, **options) == wanted
+
+
+def test_an_action_takes_only_the_weights_of_its_chunk():
+    """A rank of two stages: each of its programs has the leaves of one, and those of the batch."""
+    mesh, stages = make_mesh(stage=2), models.build(models.Hostile, 4)
+    pipe = Pipeline(stages, 4, mesh=mesh, loss_fn=models.squares, engine="programs")
+    x = models.rows(8)
+    pipe.value_and_grad(x, x)
+    (step,) = pipe.plan.compiled.functions.values()
+    weights = [len(jax.tree.leaves(nnx.state(chunk, nnx.Param))) for chunk in pipe.chunks]
+    assert len(weights) == 2
+    first, last = ({*range(weights[0])}, {*range(weights[0], sum(weights))})
+    for (kind, k, _), (program_of, _) in step.programs.items():
+        if kind != "begin":
+            taken = {n for n in program_of.reads if n < sum(weights)}
+            assert taken == (first if step.chunk_of[k] == 0 else last), (kind, k)
