@@ -483,6 +483,15 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+def key_impl(dtype: Any) -> str:
+    """Return the name of the implementation of random keys of a dtype.
+
+    `jax.random.key_impl` takes only arrays. The attribute is private, seen in 0.10.2 and 0.12.0.
+    """
+    name: str = dtype._impl.name  # noqa: SLF001
+    return name
+
+
 def lower_without_devices(traced: jax.stages.Traced, platform: str) -> jax.stages.Lowered | None:
     """Lower a function of an abstract mesh, to compile for any devices; None if devices are needed.
 

@@ -2,7 +2,8 @@
 
 Some processes may have no device of the array's mesh, so a sum over all devices carries the array:
 each part is added by one device, and all other devices add zeros. All processes call these
-functions in the same order, with arrays of equal types (`collectives.transfer.elsewhere`).
+functions in the same order; a process without a part of an array passes
+`collectives.transfer.elsewhere` of its type.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collectives.compat import key_impl
 from collectives.transfer import from_shards, shards_of, typed, waits
 
 _AXES = "part", "copy"
@@ -46,13 +48,21 @@ def send_numbers(
 ) -> list[jax.Array]:
     """Copy small arrays from their meshes to others; between processes by one sum.
 
-    ``devices`` are those of all meshes, in one order in all processes.
+    ``devices`` are those of all meshes, in one order in all processes. An object that is given
+    several times is sent once.
     """
     if len({device.process_index for device in devices}) <= 1:
         return jax.device_put(list(values), list(shardings))
-    distinct = {id(x): x for x in values}
-    if not distinct:
+    if not values:
         return []
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in values]
+    if any(is_key):  # as numbers, because keys have no bits to add
+        pairs = list(zip(values, is_key, strict=True))
+        numbers = [jax.random.key_data(x) if yes else x for x, yes in pairs]
+        sent = zip(send_numbers(numbers, shardings, devices), pairs, strict=True)
+        wrap = jax.random.wrap_key_data
+        return [wrap(x, impl=key_impl(like.dtype)) if yes else x for x, (like, yes) in sent]
+    distinct = {id(x): x for x in values}
     types = tuple(_type_of(x) for x in distinct.values())
     run, parts = _sum_of_numbers(types, devices)
     sums = run([of.array(x) for of, x in zip(parts, distinct.values(), strict=True)])
@@ -69,9 +79,8 @@ def spread(x: jax.Array, devices: tuple[Any, ...]) -> jax.Array:
 
 def gather_spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Undo `spread`: return the array with a sharding over some of its devices."""
-    out = everywhere(x.sharding.device_set)
     mesh: Any = cast("NamedSharding", x.sharding).mesh
-    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, out.spec))(x)
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(x)
     return part_of(_waited(whole), sharding)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collectives.compat import key_impl
 from collectives.places.sizes import STAGE
 
 Tree = Any  # a pytree of arrays
@@ -52,7 +53,12 @@ def is_elsewhere(x: Any) -> bool:
 
 def elsewhere(t: Any) -> jax.Array:
     """Make the array of a type whose devices all belong to other processes."""
-    return from_shards(t.shape, t.sharding, {}, t.dtype)
+    if not jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
+        return from_shards(t.shape, t.sharding, {}, t.dtype)
+    numbers = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(t.shape, t.dtype))
+    data = from_shards(numbers.shape, t.sharding, {}, numbers.dtype)
+    keys: jax.Array = jax.random.wrap_key_data(data, impl=key_impl(t.dtype))
+    return keys
 
 
 def typed(
@@ -137,8 +143,10 @@ class Exchange:
             jax.block_until_ready(results)
         if not self._receives:
             return None
-        pairs = zip(self._routes, map(shards_of, results), strict=True)
-        return jax.tree.unflatten(self._tree, [route.join(shards) for route, shards in pairs])
+        # An array without entries has no sharding in the results.
+        parts = zip(self._routes, map(shards_of, results), self._zeros, strict=True)
+        joined = [of.join(zeros if 0 in of.shard else shards) for of, shards, zeros in parts]
+        return jax.tree.unflatten(self._tree, joined)
 
 
 class _Route:
@@ -162,18 +170,20 @@ class _Route:
         self.given = typed(both, (both.size * lead, *rest), sent.dtype, P(both.axis_names))
         sources, targets = _groups(sent), _groups(received)
         place = {device: n for n, device in enumerate(both.devices.flat)}
-        sizes = {len(of): len(targets[part]) for part, of in sources.items()}
-        (senders, receivers), *_ = sizes.items()  # equal for all parts
-        self._pieces = 1 if senders == receivers else receivers
-        # By device, the piece that it sends in a round; in a round each device sends to one other.
-        self._rounds: list[tuple[list[tuple[int, int]], list[int]]] = []
+        part, group = next(iter(sources.items()))
+        senders, receivers = len(group), len(targets[part])  # equal for all parts
+        self._pieces = 1 if senders == receivers or 0 in self.shard else receivers
+        # In a round each device sends to at most one other: the pairs, the piece of each device,
+        # and whether it receives.
+        self._rounds: list[tuple[list[tuple[int, int]], list[int], list[bool]]] = []
         for first in range(0, receivers, senders):
             pairs, piece_of = [], [0] * both.size
             for part, group in sources.items():
                 for n, (a, b) in enumerate(zip(group, targets[part][first:], strict=False), first):
                     pairs.append((place[a], place[b]))
                     piece_of[place[a]] = n % self._pieces
-            self._rounds.append((pairs, piece_of))
+            reached = {b for _, b in pairs}
+            self._rounds.append((pairs, piece_of, [n in reached for n in range(both.size)]))
 
     def send(self, x: jax.Array) -> jax.Array:
         """Send this device's part or its pieces, within the shard_map over all devices."""
@@ -181,13 +191,11 @@ class _Route:
         if self._pieces == 1:
             return jax.lax.ppermute(x, axes, self._rounds[0][0])
         size = -(-x.size // self._pieces)
-        flat = jnp.pad(x.ravel(), (0, size * self._pieces - x.size)).reshape(self._pieces, size)
-        received = jnp.zeros_like(flat[:1])
-        for pairs, piece_of in self._rounds:
-            mine = jax.lax.axis_index(axes)
-            arrived = jax.lax.ppermute(flat[jnp.asarray(piece_of)[mine]][None], axes, pairs)
-            is_target = jnp.isin(mine, jnp.asarray([b for _, b in pairs]))
-            received = jnp.where(is_target, arrived, received)
+        pieces = jnp.pad(x.ravel(), (0, size * self._pieces - x.size)).reshape(-1, 1, size)
+        received, me = jnp.zeros_like(pieces[0]), jax.lax.axis_index(axes)
+        for pairs, piece_of, receives in self._rounds:
+            arrived = jax.lax.ppermute(pieces[jnp.asarray(piece_of)[me]], axes, pairs)
+            received = jnp.where(jnp.asarray(receives)[me], arrived, received)
         return received
 
     def compile(self) -> None:

@@ -141,7 +141,7 @@ class Pipeline(nnx.Module):
         self.chunks = nnx.List(make_chunks(stages, by_stage, plan.stages_of))
         self.ends = make_ends(ends, by_stage[0], by_stage[-1], plan.shared)
         keep_params_in(self, param_dtype)
-        check_replicas(leaves_by_name(nnx.state(self)), plan.mesh)
+        check_replicas(leaves_by_name(nnx.state(self)), plan.devices)
         warn_of_undivided_weights(self, plan, given)
         mark(self.chunks, plan.stages_of)
         types = is_abstract(nnx.state(self.chunks))

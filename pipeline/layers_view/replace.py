@@ -66,6 +66,13 @@ def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -
     """
     changed = {name: value for name, value in changes.items() if name not in _ENDS}
     options = dataclasses.replace(pipe.plan.options, **changed).to_dict()
+    of_meshes = pipe.plan.stage_meshes, options["stage_meshes"]
+    if jax.process_count() > 1 and of_meshes[0] != of_meshes[1]:
+        raise ValueError(
+            "replace() with other stage_meshes= on several processes: weights pass between meshes "
+            "of several processes by a checkpoint; save one, and restore it into a pipeline that "
+            "is made with the other meshes (docs/checkpoints.md)"
+        )
     new = nnx.merge(*nnx.split(pipe), copy=True)  # with attributes that the user has added
 
     def lay_out(whole: Any, ends: Mapping[str, Any]) -> None:

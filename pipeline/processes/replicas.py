@@ -8,13 +8,12 @@ each process publishes a checksum of every part that others hold too.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 REMEDY = (
     "make the model from the same seed or the same checkpoint on all processes, and let only the "
@@ -22,26 +21,25 @@ REMEDY = (
 )
 
 
-def check_replicas(arrays: Mapping[str, Any], mesh: Mesh) -> None:
+def check_replicas(arrays: Mapping[str, Any], devices: Iterable[Any]) -> None:
     """Check that processes hold the same bits of the parts of arrays that they share.
 
-    It does nothing for traced arrays and types, or if some process has no device in the mesh.
+    It does nothing for traced arrays and types, or if some process has none of the devices.
 
     Args:
-      arrays: name to array, placed on the mesh; in the same order on all processes.
+      arrays: name to array, placed on the devices; in the same order on all processes.
 
     Raises:
       ValueError: on all processes: the first part that differs, and the processes that hold it.
     """
-    processes = {device.process_index for device in mesh.devices.flat}
+    processes = {device.process_index for device in devices}
     if len(processes) < 2 or processes != set(range(jax.process_count())):
         return
     parts = [
-        (name, numbers, index, holders)
+        (name, array, index, holders)
         for name, array in arrays.items()
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
-        for numbers in [_numbers(array)]
-        for index, holders in _holders(numbers).items()
+        for index, holders in _holders(array).items()
         if len(holders) > 1
     ]
     if not parts:
@@ -57,11 +55,6 @@ def check_replicas(arrays: Mapping[str, Any], mesh: Mesh) -> None:
                 f"is {column[first]:08x} on process {first} and {column[other]:08x} on process "
                 f"{other}; {REMEDY}"
             )
-
-
-def _numbers(array: jax.Array) -> jax.Array:
-    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return jax.jit(jax.random.key_data)(array) if is_key else array
 
 
 def _holders(array: jax.Array) -> dict[tuple[tuple[int, int], ...], list[int]]:
@@ -81,7 +74,9 @@ def _checksum(array: jax.Array, bounds: tuple[tuple[int, int], ...]) -> int:
     """Compute the checksum of this process's copy of a part; 0 without a copy."""
     for shard in array.addressable_shards:
         if _bounds(shard.index, array.shape) == bounds:
-            return zlib.crc32(np.asarray(shard.data).tobytes())
+            is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+            data = jax.random.key_data(shard.data) if is_key else shard.data
+            return zlib.crc32(np.asarray(data).tobytes())
     return 0
 
 

@@ -52,7 +52,8 @@ def make_step(name: str) -> Step:
         engine="programs",
         stage_meshes=meshes,
     )
-    optimizer = make_optimizer(pipe, optax.adamw(1e-2))
+    tx = optax.chain(optax.add_noise(1e-4, 0.55, key=jax.random.key(0)), optax.adamw(1e-2))
+    optimizer = make_optimizer(pipe, tx)
     options = {"clip": 0.5, "ema": 0.9, "loss_scale": DynamicScale(), "has_aux": True}
     return Step(pipe, optimizer, **options)
 

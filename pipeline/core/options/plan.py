@@ -129,6 +129,17 @@ class Plan(Options):
         parts = (self.mesh.devices.take([rank], names.index(STAGE)) for rank in range(size))
         return tuple(Mesh(devices, names) for devices in parts)
 
+    @functools.cached_property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices of all ranks, in one order in all processes."""
+        return tuple(device for mesh in self.rank_meshes for device in mesh.devices.flat)
+
+    @property
+    def has_meshes_elsewhere(self) -> bool:
+        """Whether ranks have meshes of their own, of several processes."""
+        several = len({device.process_index for device in self.devices}) > 1
+        return self.stage_meshes is not None and several
+
     def mesh_at(self, path: Sequence[Any]) -> Mesh:
         """Return the mesh that has the variable at a path of the pipeline or of an optimizer."""
         for name, part in itertools.pairwise(path):

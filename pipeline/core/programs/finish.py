@@ -104,7 +104,8 @@ class FinishByRank:
         self._of_last = [name for name in ("loss", "weight") if name in traced.sums]
         names = *self._common, *self._of_last
         self._add = jax.jit(lambda parts: jax.tree.map(lambda *x: sum(x), *parts))
-        self._meshes = traced.operands.meshes
+        self._meshes, self._devices = traced.operands.meshes, traced.options.plan.devices
+        self._is_several = traced.options.plan.has_meshes_elsewhere
         self._waits = [waits(mesh) for mesh in self._meshes.ranks]
         # By rank, the types of the sums that it sends and receives.
         self._types = [
@@ -155,10 +156,6 @@ class FinishByRank:
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
         """Place the operands of each rank; skip operands that the rank's programs do not read."""
         placed: dict[int | None, Leaves] = {}
-        # A number of a step, such as its loss scale, may lie on one rank.
-        *_, given = self._ranks[0].operands.of(leaves)
-        count = len(leaves) - len(jax.tree.leaves(given))
-        leaves = leaves[:count] + self._on_all(leaves[count:])
         for rank, reads in self._reads.items():
             operands = self._ranks[rank].operands
             meshes = operands.meshes
@@ -190,7 +187,7 @@ class FinishByRank:
                 jax.block_until_ready(results[rank])
         of_owners = [results[rank] for rank in ranks]
         whole = jax.tree.map(lambda owner, *of: of[owner], self._owners, *of_owners)
-        return self._with_numbers(whole)
+        return self._with_numbers(whole) if self._is_several else whole
 
     def _sent(self, parts: Sequence[dict[str, Leaves]], ranks: Sequence[int]) -> Any:
         """Copy sums to the devices of ranks."""
@@ -198,7 +195,7 @@ class FinishByRank:
         pairs = zip(parts, ranks, strict=True)
         to = [{name: self._types[rank][name] for name in of} for of, rank in pairs]
         shardings = [t.sharding for t in jax.tree.leaves(to)]
-        return jax.tree.unflatten(tree, send_numbers(leaves, shardings, self._meshes.all_devices))
+        return jax.tree.unflatten(tree, send_numbers(leaves, shardings, self._devices))
 
     def _with_numbers(self, results: Any) -> Any:
         """Copy those results that are numbers to all devices, so that each process has them."""
@@ -207,33 +204,24 @@ class FinishByRank:
         )
         leaves, tree = jax.tree.flatten(results)
         places = [n for n, yes in enumerate(jax.tree.leaves(flags)) if yes]
-        for n, x in zip(places, self._on_all([leaves[n] for n in places]), strict=True):
+        to = [everywhere(self._devices)] * len(places)
+        numbers = send_numbers([leaves[n] for n in places], to, self._devices)
+        for n, x in zip(places, numbers, strict=True):
             leaves[n] = x
         return jax.tree.unflatten(tree, leaves)
 
-    def _on_all(self, numbers: Leaves) -> Leaves:
-        """Copy numbers that some ranks have to all devices."""
-        devices = self._meshes.all_devices
-        places = [
-            n
-            for n, x in enumerate(numbers)
-            if isinstance(getattr(x, "sharding", None), NamedSharding)
-            and len(x.sharding.device_set) < len(devices)
-        ]
-        to = [everywhere(devices)] * len(places)
-        sent = send_numbers([numbers[n] for n in places], to, devices)
-        by_place = dict(zip(places, sent, strict=True))
-        return [by_place.get(n, x) for n, x in enumerate(numbers)]
-
 
 def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    lies = getattr(leaf, "sharding", sharding)
-    if not (lies.is_fully_addressable or lies.device_set >= sharding.device_set):
-        raise ValueError(
-            f"an array of shape {leaf.shape} is on {len(lies.device_set)} devices of several "
-            f"processes, and with stage_meshes= each rank takes its part of a batch from an array "
-            f"that its process has whole: give inputs, targets and extras as numpy arrays"
-        )
+    """Place an operand for a rank; refuse parts of a batch that other ranks have."""
+    on = getattr(leaf, "sharding", None)  # None: a numpy array, which every process has
+    if on is not None and not on.is_fully_addressable:
+        is_whole = on.is_fully_replicated and on.device_set >= sharding.device_set
+        if not is_whole and on.device_set != sharding.device_set:
+            raise ValueError(
+                f"an array of shape {leaf.shape} is on devices of other processes, and with "
+                f"stage_meshes= each rank takes its part of a batch from an array that its process "
+                f"has whole: give inputs, targets and extras as numpy arrays"
+            )
     return placed_on(leaf, sharding)
 
 

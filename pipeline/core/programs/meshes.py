@@ -31,7 +31,6 @@ class RankMeshes:
 
     Attributes:
       local_ranks: the ranks of which this process has a device.
-      all_devices: the devices of all ranks, in this order in all processes.
       abstract: the abstract mesh of each rank.
       sharding: a cached function from a rank and a spec to the sharding.
     """
@@ -43,7 +42,6 @@ class RankMeshes:
         self.ranks = plan.rank_meshes
         like = plan.mesh if plan.stage_meshes else self.ranks[0]
         self.abstract: AbstractMesh = like.abstract_mesh
-        self.all_devices = tuple(device for mesh in self.ranks for device in mesh.devices.flat)
         self.local_ranks = [rank for rank, mesh in enumerate(self.ranks) if mesh.local_devices]
         # Cached, because JAX finds a sharding's devices once per object.
         self.sharding = functools.cache(lambda rank, spec: NamedSharding(self.ranks[rank], spec))

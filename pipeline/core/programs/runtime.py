@@ -157,7 +157,7 @@ def _infer(
 
     given, specs = StepInputs(), (spec, manual(plan, model.state_specs))
     stages = len(model.stages) - 1, _stages_of_state(weights, model)
-    made = Results(whole, specs, stages, (spec == P(), False))
+    made = Results(whole, specs, stages, (request.take_loss, False))
     step = _programs(options, "infer", weights, batch, given, made)
     return step(weights, batch, given)
 

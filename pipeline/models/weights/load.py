@@ -322,7 +322,8 @@ def made_of_parts(
         # Wait for each part, or several parts would be in host memory at once.
         arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in devices]
         del part
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
+    make = jax.make_array_from_single_device_arrays
+    return make(tuple(shape), sharding, arrays, dtype=dtype)
 
 
 def inspect(

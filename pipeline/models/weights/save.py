@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from collectives import STAGE
+from collectives.everywhere import everywhere, send_numbers
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import is_abstract
 from pipeline.base.variables import raw
@@ -207,8 +208,8 @@ class _Source:
                 "this pipeline has types in place of weights, made under nnx.eval_shape: read "
                 "weights into it first"
             )
-        self.mesh = pipe.plan.mesh
-        self.values = meshes.untyped(values, self.mesh)
+        self.plan = pipe.plan
+        self.values = meshes.untyped(values, self.plan.mesh)
 
     def entries(self, family: Family, config: Config) -> list[Entry]:
         entries = entries_of(self.tree, family, config, family.prefixes[0])
@@ -220,8 +221,14 @@ class _Source:
 
     def fetch(self, entry: Entry) -> np.ndarray:
         array = self.values[entry.place.path]
+        row, plan = entry.place.row, self.plan
         with explain_deleted("named_layers", array):
-            weight: np.ndarray = entry.place.read(gather_whole(array, entry.place.row, self.mesh))
+            if plan.has_meshes_elsewhere:
+                (sent,) = send_numbers([array], [everywhere(plan.devices)], plan.devices)
+                whole = np.asarray(sent.addressable_data(0))[... if row is None else row]
+            else:
+                whole = gather_whole(array, row, plan.mesh)
+            weight: np.ndarray = entry.place.read(whole)
         return weight
 
 
@@ -425,6 +432,12 @@ def _weights(pipe: Pipeline) -> list[Weight]:
         raise ValueError(
             "this pipeline has types in place of weights, made under nnx.eval_shape: read weights "
             "into it first"
+        )
+    if pipe.plan.has_meshes_elsewhere:
+        raise ValueError(
+            "stream() and to_plain() with stage_meshes= on several processes: a process has only "
+            "the weights of its ranks; write a folder with weights.save, which all processes can "
+            "load"
         )
     kinds: Any = ExpertState
     if pipe.plan.state is not None:  # of declared state, variables that hold one array

@@ -89,7 +89,7 @@ def _entered(model: Any) -> Any:
 def _for_all(array: Any, model: Any) -> Any:
     """Return an array in the form in which Orbax writes it: each process has a part, or all."""
     if _has_meshes(model):
-        devices = _devices(model)
+        devices = model.plan.devices
         if isinstance(getattr(array, "sharding", None), NamedSharding):
             return spread(array, devices)
         return distribute(np.asarray(array), everywhere(devices))
@@ -97,13 +97,7 @@ def _for_all(array: Any, model: Any) -> Any:
 
 
 def _has_meshes(model: Any) -> bool:
-    """Tell whether several processes have the arrays of ranks with meshes of their own."""
-    several = jax.process_count() > 1 and isinstance(model, Pipeline)
-    return several and model.plan.stage_meshes is not None
-
-
-def _devices(model: Any) -> tuple[Any, ...]:
-    return tuple(device for mesh in model.plan.rank_meshes for device in mesh.devices.flat)
+    return isinstance(model, Pipeline) and model.plan.has_meshes_elsewhere
 
 
 def _is_local(array: Any, model: Any) -> bool:
@@ -116,7 +110,7 @@ def _wanted(leaf: LayerLeaf, model: Any) -> Any:
     value = leaf.cell.value
     if _has_meshes(model):
         is_named = isinstance(getattr(value, "sharding", None), NamedSharding)
-        devices = _devices(model)
+        devices = model.plan.devices
         sharding = spread_sharding(leaf.shape, devices) if is_named else everywhere(devices)
         return jax.ShapeDtypeStruct(leaf.shape, value.dtype, sharding=sharding)
     if _is_local(value, model):

@@ -122,6 +122,13 @@ def test_steps_are_those_of_one_mesh(tx, options):
     assert_close(found[1], found[0])
 
 
+def test_a_loss_and_an_output_are_on_one_mesh():
+    """So that a user may add a term to the loss: in one process both are on the last rank."""
+    pipe, (inputs, targets) = unlike(), parity.batch()
+    value = pipe.loss(inputs, targets) + jnp.sum(pipe(inputs))
+    assert value.sharding.device_set == {*pipe.plan.rank_meshes[-1].devices.flat}
+
+
 def test_it_is_checked():
     assert unlike().check(*parity.batch()) == []
 
