@@ -88,6 +88,8 @@ def make_trainer(
         accumulate=own.accumulate,
         loss_scale=DynamicScale() if own.loss_scale == "dynamic" else own.loss_scale,
         has_aux=_has_metrics(model),
+        learning_rate=own.rate(),
+        layer_norms=own.layer_norms,
         compiler_options=None if run.compiler_options == "none" else run.compiler_options,
     )
     evaluation = config.evaluation

@@ -30,7 +30,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from pipeline.base.arguments import is_whole
+from pipeline.base.arguments import is_number, is_whole
 from pipeline.base.precision import MOST, TINY
 from pipeline.base.warn import warn
 from pipeline.facade import Attributes, Weighed, as_arrays
@@ -42,7 +42,7 @@ from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options
 from pipeline.training.scaling import DynamicScale, NotFiniteError, Scalars, ScaleRule
 from pipeline.training.state import StepState, pipelines_of, replaced
-from pipeline.training.update import Metrics, Update, mean_like, take_mean
+from pipeline.training.update import Metrics, Update, layer_norms_of, mean_like, take_mean
 
 __all__ = ["DynamicScale", "Metrics", "NotFiniteError", "Step"]
 
@@ -81,6 +81,10 @@ class Step:
         it is a pipeline or has a ``value_and_grad``. Over the calls of one update counts (integers)
         are added up, to 2**31 - 1 at most; other metrics are averaged by weight.
       donate: whether arrays of model, optimizer and mean are donated.
+      learning_rate: the number or the optax schedule that the optimizer was made with, for
+        `Metrics.learning_rate`. Without it the rate of `optax.inject_hyperparams` is found in the
+        optimizer's state; that of any other optimizer is not known.
+      layer_norms: whether `Metrics.layer_norms` has the norms of gradients by layer.
       compiler_options: options of XLA for the step's programs by name, as
         `jax.jit(compiler_options=...)` takes them; "default" takes the platform's options in
         `pipeline.training.compiling.DEFAULTS`, None takes XLA's own.
@@ -106,9 +110,12 @@ class Step:
         loss_scale: float | DynamicScale | None = None,
         has_aux: bool = False,
         donate: bool = True,
+        learning_rate: float | optax.Schedule | None = None,
+        layer_norms: bool = False,
         compiler_options: CompilerOptions = "default",
     ) -> None:
-        _check_options(clip=clip, ema=ema, accumulate=accumulate, loss_scale=loss_scale)
+        given = {"clip": clip, "ema": ema, "accumulate": accumulate, "loss_scale": loss_scale}
+        _check_options(**given, learning_rate=learning_rate)
         _check_model(model, optimizer, scaled=loss_scale is not None, has_aux=has_aux)
         self.model, self.optimizer = model, optimizer
         self.clip, self.decay, self.accumulate = clip, ema or 0.0, accumulate
@@ -119,7 +126,9 @@ class Step:
         self._attributes = [Attributes(model, Pipeline)]
         self._state = StepState(model, optimizer, copied=donate)
         self._loss_scale, self._calls = ScaleRule(loss_scale), Accumulation(self._state)
-        self._update = Update(self._state, self._loss_scale, optimizer.wrt, clip, self.decay)
+        norms = layer_norms_of(model) if layer_norms else None
+        options = optimizer.wrt, clip, self.decay, learning_rate, norms
+        self._update = Update(self._state, self._loss_scale, *options)
         self._scalars = self._state.replicate(self._loss_scale.start())
         self.ema = None if ema is None else self._state.of_weights(mean_like)
         self.updates, self._writing = 0, False
@@ -504,10 +513,12 @@ def _check_model(model: Any, optimizer: Any, *, scaled: bool, has_aux: bool) -> 
             )
 
 
-def _check_options(*, clip: Any, ema: Any, accumulate: Any, loss_scale: Any) -> None:
+def _check_options(
+    *, clip: Any, ema: Any, accumulate: Any, loss_scale: Any, learning_rate: Any
+) -> None:
     positive = "a finite number > 0 of float32"
-    is_number = isinstance(loss_scale, int | float) and TINY <= loss_scale <= MOST
-    has_scale = loss_scale is None or isinstance(loss_scale, DynamicScale) or is_number
+    has_number = isinstance(loss_scale, int | float) and TINY <= loss_scale <= MOST
+    has_scale = loss_scale is None or isinstance(loss_scale, DynamicScale) or has_number
     is_decay = ema is None or (ema >= TINY and float(np.float32(ema)) < 1)
     for name, value, fits, rule in (
         (
@@ -519,6 +530,12 @@ def _check_options(*, clip: Any, ema: Any, accumulate: Any, loss_scale: Any) -> 
         ("ema", ema, is_decay, "a decay between 0 and 1 in float32, or None for no mean"),
         ("accumulate", accumulate, is_whole(accumulate, 1), "a whole number >= 1"),
         ("loss_scale", loss_scale, has_scale, f"{positive}, DynamicScale(), or None"),
+        (
+            "learning_rate",
+            learning_rate,
+            learning_rate is None or callable(learning_rate) or is_number(learning_rate),
+            "a number, an optax schedule (a function of the count), or None",
+        ),
     ):
         if not fits:
             raise ValueError(f"{name}={value!r}: must be {rule}")

@@ -415,6 +415,9 @@ class Trainer:
             record["metrics"] = jax.tree.map(lambda x: x.item(), metrics.aux)
         if metrics.experts is not None:
             record["experts"] = jax.tree.map(lambda x: x.tolist(), metrics.experts)
+        for name in ("learning_rate", "layer_norms"):
+            if (value := getattr(metrics, name)) is not None:
+                record[name] = jax.tree.map(float, value)
         if self.step.scaling is not None:
             record["loss_scale"] = float(metrics.loss_scale)
         if self._peak:

@@ -23,7 +23,6 @@ from typing import Any, Literal, get_args
 
 import jax
 from flax import nnx
-from flax.nnx.traversals import flatten_mapping
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
@@ -35,10 +34,10 @@ from pipeline.layers_view.leaves import (
     shaped_leaves,
     tree_leaves,
 )
-from pipeline.layers_view.view import layer_view
 from pipeline.optimizer import PipelineOptimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.checkpoints.together import everyone
+from pipeline.training.layer_names import name_layer, number_layers
 
 Path = tuple[Any, ...]
 Part = Literal["optimizer", "shaped", "plain", "data"]
@@ -63,9 +62,7 @@ class Contents:
     ) -> None:
         self.model = model
         self.leaves: dict[str, LayerLeaf] = {}
-        stages = enumerate(_parameters_of_stages(model))
-        layers = [(k, *path) for k, paths in stages for path in _layers_among(paths)]
-        self._numbers = {layer: number for number, layer in enumerate(layers)}
+        self._numbers = number_layers(model)
         self._add("model", _model_leaves(model))
         if optimizer is not None:
             self._add("optimizer", _optimizer_leaves(model, optimizer))
@@ -81,7 +78,7 @@ class Contents:
         parts = Counter(map(_in_model, (leaf.path for leaf in found)))
         for leaf in found:
             own = _in_model(leaf.path)
-            path = own if own and parts[own] == 1 else _by_layers(leaf.path, self._numbers)
+            path = own if own and parts[own] == 1 else name_layer(leaf.path, self._numbers)
             name = ".".join(map(str, (prefix, *path)))
             if name in self.leaves:
                 raise ValueError(
@@ -99,49 +96,6 @@ def _in_model(path: Path) -> Path:
     if first < 0 or path[first] not in SEVERAL:
         return ()
     return (*path[:first], *path[at:])
-
-
-def _by_layers(path: Path, numbers: Mapping[Path, int]) -> Path:
-    """Replace the stage in a path, if there is one, by the layer's number."""
-    first = path.index("stages") if "stages" in path else len(path)
-    rest = path[first + 1 :]
-    for n in range(1, len(rest) + 1):
-        if (layer := numbers.get(rest[:n])) is not None:
-            return (*path[:first], "layers", layer, *rest[n:])
-    return path
-
-
-def _layers_among(paths: list[Path]) -> list[Path]:
-    """Return the paths of a stage's layers; () if the stage is one layer."""
-    if not paths:
-        return [()]
-    n = 0
-    while all(len(path) > n and path[n] == paths[0][n] for path in paths):
-        if isinstance(paths[0][n], int):
-            break
-        n += 1
-    if not all(len(path) > n + 1 and isinstance(path[n], int) for path in paths):
-        return [()]
-    found = []
-    for number in sorted({path[n] for path in paths}):
-        inner = [path[n + 1 :] for path in paths if path[n] == number]
-        found += [(*paths[0][:n], number, *prefix) for prefix in _layers_among(inner)]
-    return found
-
-
-def _parameters_of_stages(model: Any) -> list[list[Path]]:
-    if isinstance(model, Pipeline):
-        return [[*map(tuple, flatten_mapping(stage))] for stage in layer_view(model).tree["stages"]]
-    if isinstance(model, nnx.Module):
-        flat: list[Path] = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-        held = [path[1:] for path in flat if path[0] == "stages" and isinstance(path[1], int)]
-        count = 1 + max((path[0] for path in held), default=-1)
-        return [[path[1:] for path in held if path[0] == k] for k in range(count)]
-    stages = model.get("stages", ()) if isinstance(model, Mapping) else ()
-    return [
-        [tuple(path) for path, _ in nnx.to_flat_state(nnx.state(stage, nnx.Param))]
-        for stage in stages
-    ]
 
 
 def _model_leaves(model: Any) -> Iterator[LayerLeaf]:

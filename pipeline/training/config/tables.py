@@ -100,6 +100,7 @@ class Optimizer:
       ema: the decay of a mean of the weights.
       accumulate: the number of batches for an update.
       loss_scale: for computation in float16: a number, or "dynamic" (`DynamicScale`).
+      layer_norms: whether records have the norms of gradients by layer.
     """
 
     name: str = "adamw"
@@ -110,13 +111,17 @@ class Optimizer:
     ema: float | None = None
     accumulate: int = 1
     loss_scale: float | Literal["dynamic"] | None = None
+    layer_norms: bool = False
+
+    def rate(self) -> Any:
+        """Make the learning rate: a number, or an optax schedule."""
+        if self.schedule is None:
+            return self.learning_rate
+        return rates()[self.schedule.name](**self.schedule.arguments)
 
     def transformation(self) -> optax.GradientTransformation:
         """Make the optax transformation; the step itself clips gradients."""
-        rate: Any = self.learning_rate
-        if self.schedule is not None:
-            rate = rates()[self.schedule.name](**self.schedule.arguments)
-        return rules()[self.name](learning_rate=rate, **self.arguments)
+        return rules()[self.name](learning_rate=self.rate(), **self.arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
