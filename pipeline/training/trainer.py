@@ -172,12 +172,13 @@ class Trainer:
 
     # --- the loop
 
-    def resume(self, *, ignore: Collection[Any] = ()) -> int | None:
+    def resume(self, *, ignore: Collection[str] = (), strict: bool = True) -> int | None:
         """Resume from the newest checkpoint; return its step, or None if there is no checkpoint.
 
         Args:
-          ignore: the parts of the checkpoint that are not restored (`Checkpoints.restore`). A
-            running mean that is not restored starts at the restored weights.
+          ignore: what of the checkpoint is not restored (`Checkpoints.restore`). A running mean
+            that is not restored starts at the restored weights.
+          strict: False leaves moments and means that do not fit, and prints them.
 
         Raises:
           ValueError: no checkpoints to resume from, or data without a position.
@@ -199,6 +200,7 @@ class Trainer:
             plain=plain,
             data=self.data,
             **({"ignore": ignore} if ignore else {}),
+            **({} if strict else {"strict": False}),
         )
         if step_number is not None:
             if "shaped" in ignore and step.ema is not None:

@@ -18,13 +18,14 @@ import math
 import operator
 import pathlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+import optax
 from flax import nnx
 
-from pipeline.base.arguments import is_whole
+from pipeline.base.arguments import hint_at, is_whole
 from pipeline.base.tree import Tree
 from pipeline.layers_view.leaves import (
     LayerLeaf,
@@ -34,6 +35,7 @@ from pipeline.layers_view.leaves import (
     shaped_leaves,
     tree_leaves,
 )
+from pipeline.layers_view.view import key_name
 from pipeline.optimizer import PipelineOptimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.checkpoints.together import everyone
@@ -258,32 +260,110 @@ def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
 
 
 def check_ignored(ignore: Collection[str]) -> None:
-    """Check the names of a checkpoint's parts that are not to be restored."""
+    """Check the names of what is not to be restored: parts of a checkpoint, and paths of leaves."""
     known = get_args(Part)
-    for part in [ignore] if isinstance(ignore, str) else ignore:
-        if part not in known or isinstance(ignore, str):
+    for name in [ignore] if isinstance(ignore, str) else ignore:
+        part, _, path = str(name).partition(".")
+        fits = path and part in ("model", "optimizer", "shaped")
+        if isinstance(ignore, str) or not (name in known or fits):
             raise ValueError(
-                f"ignore={ignore!r}: must be a tuple of {', '.join(map(repr, known))}, what of a "
-                f"checkpoint is not restored"
+                f"ignore={ignore!r}: must be a tuple of {', '.join(map(repr, known))} and names "
+                f"such as 'model.head', what of a checkpoint is not restored"
             )
 
 
-def check_same(
+def select_leaves(
     folder: pathlib.Path,
     said: Mapping[str, Any],
     state: Contents,
-    given: Mapping[str, Any],
     ignore: Collection[str],
-) -> None:
-    """Check that a checkpoint and the given objects have the same leaves and values."""
+    *,
+    strict: bool,
+) -> tuple[dict[str, LayerLeaf], dict[str, str]]:
+    """Choose the leaves to restore.
+
+    Returns:
+      The leaves by name, and for each leaf that is left, although its part of the checkpoint is
+      restored, a line of text by its name.
+
+    Raises:
+      ValueError: a leaf differs, and may not be left.
+    """
+    parts = get_args(Part)
     saved = {
         name: leaf for name, leaf in said["leaves"].items() if name.partition(".")[0] not in ignore
     }
-    own = {name: _described(leaf) for name, leaf in state.leaves.items()}
-    wrong = [name for name in own | saved if saved.get(name) != own.get(name)]
-    if wrong:
+    given = {name: _described(leaf) for name, leaf in state.leaves.items()}
+    named = {path: {n for n in given | saved if _is_at(n, path)} for path in {*ignore} - {*parts}}
+    for path, names in named.items():
+        if not names:
+            modules = {_module_of(name) for name in given | saved}
+            raise ValueError(
+                f"ignore={ignore!r}: neither {folder} nor what is restored has leaves of {path}"
+                f"{hint_at(path, modules)}"
+            )
+    different = {name for name in given | saved if saved.get(name) != given.get(name)}
+    may_differ = set() if strict else {n for n in different if n.partition(".")[0] in parts}
+    left = may_differ.union(*named.values())
+    if wrong := [name for name in given | saved if name in different - left]:
         more = f", and {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
-        raise ValueError(f"{folder} {_different(wrong[0], saved, own, more)}")
+        raise ValueError(f"{folder} {_different(wrong, saved, given, more)}")
+    lines = {
+        name: f"{name}: {_typed(saved[name]) if name in saved else 'nothing'} in the checkpoint, "
+        f"{_typed(given[name]) + ' stays' if name in given else 'and no place for it'}"
+        for name in given | saved
+        if name in left
+    }
+    return {name: leaf for name, leaf in state.leaves.items() if name not in left}, lines
+
+
+def start_means(state: Contents, left: Collection[str], ignore: Collection[str]) -> list[LayerLeaf]:
+    """Set the leaves of means that are left to the model's weights, which are restored already.
+
+    The result lists these leaves; their arrays are not stored yet.
+    """
+    names = [n for n in left if n.startswith("shaped.") and n in state.leaves]
+    names = [name for name in names if not any(_is_at(name, path) for path in ignore)]
+    weights = Contents(state.model, None, None).leaves if names else {}
+    means = []
+    for name in names:
+        mean = state.leaves[name]
+        weight = weights.get(f"model.{name.split('.', 2)[2]}")
+        if weight is not None and weight.shape == mean.shape:
+            mean.write(weight.read().astype(mean.cell.value.dtype))
+            means.append(mean)
+    return means
+
+
+def _is_at(name: str, path: str) -> bool:
+    """Tell whether a leaf is at a path, or is a moment or a mean of a leaf of the model there."""
+    part, _, rest = name.partition(".")
+    of, _, inner = path.partition(".")
+    return f"{name}.".startswith(f"{path}.") or (
+        of == "model" != part and f".{inner}." in f".{rest}."
+    )
+
+
+def _module_of(name: str) -> str:
+    """Return the path of a leaf's layer, or its first two names if it is in no layer."""
+    names = name.split(".")
+    return ".".join(names[: 3 if names[1:2] == ["layers"] else 2])
+
+
+def schedule_counts(optimizer: nnx.Optimizer[Any]) -> dict[str, nnx.Variable[Any]]:
+    """Return the counts that optax's schedules of hyperparameters have in a state, by name."""
+    found = {}
+    for kind in ("ScaleByScheduleState", "WrappedScheduleState"):
+        for keys, state in optax.tree.get_all_with_path(optimizer.opt_state, kind):
+            path = map(str, map(key_name, keys))
+            found[".".join(("optimizer.opt_state", *path, "count"))] = state.count
+    return found
+
+
+def check_same(
+    folder: pathlib.Path, said: Mapping[str, Any], given: Mapping[str, Any], ignore: Collection[str]
+) -> None:
+    """Check that a checkpoint has the values that are given, and no others."""
     for part, value in given.items():
         if part in ignore:
             continue
@@ -306,9 +386,16 @@ def check_same(
                 )
 
 
-def _different(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], more: str) -> str:
-    part = name.partition(".")[0]
+def _different(
+    wrong: Sequence[str], saved: Mapping[str, Any], own: Mapping[str, Any], more: str
+) -> str:
+    name, part = wrong[0], wrong[0].partition(".")[0]
     leave = f", or ignore=({part!r},) to leave it there" if part in get_args(Part) else ""
+    if leave and any(other.startswith(f"{part}.") for other in own):
+        leave += ", or strict=False to keep what fits"
+    modules = {_module_of(other) for other in wrong if other.startswith("model.")}
+    if part == "model" and len(modules) == 1 and len(wrong) < len(own):
+        leave = f", or ignore=({modules.pop()!r},) to leave it as it is given"
     remedy = f"give the {part} that was saved{leave}"
     if name not in own:
         return (
