@@ -103,6 +103,7 @@ def make_trainer(
         checkpoints=checkpoints,
         checkpoint_interval=run.checkpoint_interval if checkpoints is not None else 0,
         recorders=recorders,
+        flush=own.flush,
         stop_after=run.stop_after,
         stuck_after=run.stuck_after,
         flops_per_token=run.flops_per_token,

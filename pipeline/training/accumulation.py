@@ -14,6 +14,7 @@ microbatches, with the same rows in each microbatch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,14 @@ class Accumulation:
     def read(self) -> list[jax.Array]:
         """List the leaves of model and optimizer as the calls so far have left them."""
         return with_replaced(self._state.read(), self._written)
+
+    def tell_dropped(self) -> None:
+        """Report calls without an update when their step is deleted, or the program ends."""
+        if self.calls:
+            sys.stderr.write(
+                f"Step(accumulate=) ends with {self.calls} calls after its last update, which have "
+                f"no effect; step.flush() makes an update of them\n"
+            )
 
     def keep(self, written: dict[int, jax.Array], sums: Sums) -> None:
         """Keep the leaves that a call has written, by number, and the sums with this call."""
@@ -213,6 +222,12 @@ class JoinedCalls:
                 fault = f"has no batch axis, and other values in call {call} than"
             if fault:
                 raise ValueError(f"{name} {fault} in call 1 of an update: {_WHY}; {_REMEDY}")
+
+    def end(self, plan: Any) -> Tree:
+        """Return the rows of the calls so far as one batch, for a plan of so many calls."""
+        count = len(self.batches)
+        self.plan = with_microbatches(plan, count * plan.num_microbatches)
+        return self.with_last(self.batches.pop())
 
     def keep(self, batch: Tree) -> None:
         copy = lambda x: x.copy() if isinstance(x, np.ndarray) else jnp.copy(x)  # noqa: E731

@@ -22,7 +22,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ class Step:
         a pipeline runs all calls as one step (`pipeline.training.accumulation`). The last call
         writes the model's state of all calls and runs a pipeline's ``after_step``; until then the
         model is unchanged since the previous update, and `Checkpoints.save` warns, because a
-        checkpoint lacks the sums of these calls.
+        checkpoint lacks the sums of these calls. `flush` makes an update of fewer calls.
       loss_scale: a number, or a `DynamicScale`, by which the loss is multiplied before
         differentiation; gradients are divided by the scale before any other use.
       has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
@@ -126,6 +126,7 @@ class Step:
         self._attributes = [Attributes(model, Pipeline)]
         self._state = StepState(model, optimizer, copied=donate)
         self._loss_scale, self._calls = ScaleRule(loss_scale), Accumulation(self._state)
+        weakref.finalize(self, self._calls.tell_dropped)
         norms = layer_norms_of(model) if layer_norms else None
         options = optimizer.wrt, clip, self.decay, learning_rate, norms
         self._update = Update(self._state, self._loss_scale, *options)
@@ -167,6 +168,7 @@ class Step:
 
         shardings = self._state.result_shardings(4)
         self._fused = whole(self._train, **donated(0, 1, 2), **shardings)
+        self._flushed = whole(self._update_of_sums, **donated(0, 1, 2), **shardings)
         self._added = whole(self._add, **donated(1))
         self._taken = whole(self._take, **donated(0), **shardings)
         self._evaluated = whole(self._evaluate, static_argnums=0, compiler_options=compiler)
@@ -243,6 +245,30 @@ class Step:
         calls.calls += 1
         _STEP_OF[self.optimizer] = weakref.ref(self)
         return None
+
+    @_COMPILED
+    def flush(self) -> Metrics | None:
+        """Update with the calls since the last update, fewer than ``accumulate``; None without any.
+
+        It is for the end of the data: the update uses the mean over these calls.
+
+        Raises:
+          ValueError: the pipeline has an ``after_step``, which runs in the last call of an update.
+        """
+        calls, model = self._calls, cast("Any", self.model)
+        if not calls.calls:
+            return None
+        if calls.joined is not None:
+            return self._run_fused(self._ended(calls.joined.end(model.plan)), None, None)
+        if any(pipe.plan.after_step is not None for pipe in pipelines_of(model)):
+            raise ValueError(
+                f"flush() after {calls.calls} of {self.accumulate} calls: the pipeline's "
+                f"after_step runs in the last call of an update; give accumulate= a divisor of the "
+                f"number of batches"
+            )
+        done = self._flushed(calls.read(), self.ema, self._scalars, calls.sums)
+        calls.begin()
+        return self._keep(*done)
 
     @_COMPILED
     def fwd_bwd(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> tuple[Any, Tree]:
@@ -413,6 +439,12 @@ class Step:
             (loss, aux), grads = self._mean_of_calls(self._add_call(sums, call), call[2])
         written = replaced(self._state.split(model, optimizer), leaves)
         return self._end_update(leaves, mean, scalars, grads, loss, aux, written)
+
+    def _update_of_sums(self, leaves: Any, mean: Tree, scalars: Scalars, sums: Sums) -> Any:
+        """Update with the mean over the calls so far."""
+        weights = nnx.state(self._state.merge(leaves)[0], self.optimizer.wrt)
+        (loss, aux), grads = self._mean_of_calls(sums, weights)
+        return self._end_update(leaves, mean, scalars, grads, loss, aux)
 
     def _add(
         self, leaves: Any, sums: Sums | None, scalars: Scalars, batch: Tree, weight: Any

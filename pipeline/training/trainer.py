@@ -87,6 +87,8 @@ class Trainer:
       recorders: receivers of the record of every step, on process 0.
       hooks: functions of the trainer and a step's record, called as soon as the record is known.
       stop: a function called before each step; a true result ends the run, after a checkpoint.
+      flush: whether data that end within an update end with an update of its calls so far
+        (`Step.flush`), in place of an error.
       stop_after: the number of consecutive updates that are not finite, after which the run ends.
       stuck_after: the seconds after which a hanging step ends the process with a message
         (`pipeline.training.faults.Watchdog`); None waits for ever.
@@ -119,6 +121,7 @@ class Trainer:
         recorders: Sequence[Recorder] = (),
         hooks: Sequence[Hook] = (),
         stop: Callable[[], object] | None = None,
+        flush: bool = False,
         stop_after: int = 20,
         stuck_after: float | None = None,
         flops_per_token: float | None = None,
@@ -154,13 +157,14 @@ class Trainer:
         self._checkpoints, self._checkpoint_interval = checkpoints, checkpoint_interval
         self._recorders = tuple(recorders) if jax.process_index() == 0 else ()
         self._hooks, self._stop, self._stop_after = tuple(hooks), stop, stop_after
-        self._stuck_after = stuck_after
+        self._stuck_after, self._flush = stuck_after, flush
         self._watchdog: Watchdog | None = None
         self.done, self.losses, self.seconds = 0, list[float](), list[float]()
         self.eval_loss: float | None = None
         self.evaluated = self._saved = -1
         self._position: Any = None  # the data position at the start of the current update
         self._drawn: Batch | None = None  # a batch that no step has used, because one raised
+        self._used: Any = None  # the batch of the last call
         self._ended = 0.0
         self._shares = predicted(step.model)
         counted = count_flops(step.model)
@@ -348,6 +352,10 @@ class Trainer:
         while metrics is None:
             start = time.perf_counter()
             batch = self._batch()
+            if batch is None:
+                metrics = self.step.flush()
+                self._position = None
+                break
             # A batch that arrives while the devices are busy has cost them no time.
             if before is None or _is_ready(before.metrics.loss):
                 waited += time.perf_counter() - start
@@ -355,10 +363,11 @@ class Trainer:
             metrics = self._use(batch)
         self.done += 1
         self._read(before)
-        return _Running(self.done, metrics, batch, tokens, waited)
+        return _Running(self.done, cast("Metrics", metrics), self._used, tokens, waited)
 
     def _use(self, batch: Batch) -> Metrics | None:
         """Call the step on the batch that was drawn; a call without an effect keeps the batch."""
+        self._used = batch
         weight = None if self.step.accumulate == 1 else _weight(self.step, batch)
         updates, pending = self.step.updates, self.step.pending
         try:
@@ -373,14 +382,23 @@ class Trainer:
                 self._drawn = None
         return metrics
 
-    def _batch(self) -> Batch:
+    def _batch(self) -> Batch | None:
+        """Draw a batch; None if the data end within an update that is to be flushed."""
         if self._drawn is None:
+            pending = self.step.pending
             try:
                 self._drawn = as_batch(next(self.data))
             except StopIteration:
+                if pending and self._flush:
+                    return None
+                updates = f"{self.done} of {self.steps} updates"
+                if pending:
+                    updates += (
+                        f" and {pending} of {self.step.accumulate} calls of the next, which have "
+                        f"no effect without flush=True"
+                    )
                 raise ValueError(
-                    f"the data ended after {self.done} of {self.steps} updates; give data that "
-                    f"repeats, or fewer steps"
+                    f"the data ended after {updates}; give data that repeats, or fewer steps"
                 ) from None
         return self._drawn
 

@@ -99,6 +99,7 @@ class Optimizer:
       clip: the largest global norm of the gradients.
       ema: the decay of a mean of the weights.
       accumulate: the number of batches for an update.
+      flush: whether data that end within an update end with an update of fewer batches.
       loss_scale: for computation in float16: a number, or "dynamic" (`DynamicScale`).
       layer_norms: whether records have the norms of gradients by layer.
     """
@@ -110,6 +111,7 @@ class Optimizer:
     clip: float | None = None
     ema: float | None = None
     accumulate: int = 1
+    flush: bool = False
     loss_scale: float | Literal["dynamic"] | None = None
     layer_norms: bool = False
 
