@@ -100,6 +100,8 @@ def make_trainer(
         evaluation=None if evaluation is None else lambda: _data(config, model, evaluation.call()),
         eval_interval=0 if evaluation is None else evaluation.interval,
         eval_ema=evaluation is not None and evaluation.ema,
+        patience=None if evaluation is None else evaluation.patience,
+        min_delta=0.0 if evaluation is None else evaluation.min_delta,
         checkpoints=checkpoints,
         checkpoint_interval=run.checkpoint_interval if checkpoints is not None else 0,
         recorders=recorders,

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pipeline.base.arguments import is_whole
+from pipeline.base.arguments import is_number, is_whole
 from pipeline.base.chips import CHIPS
 from pipeline.facade import Weighed
 from pipeline.pipeline import Pipeline
@@ -79,6 +79,9 @@ class Trainer:
       evaluation: batches for evaluation: an iterable that can be iterated again, or a function that
         returns an iterable.
       eval_interval: the number of updates between evaluations; 0: only at the end.
+      patience: the number of evaluations in a row without a lower loss after which the run ends
+        (early stopping); None trains to the last step. A checkpoint keeps the count.
+      min_delta: by how much a loss must be lower than the lowest to count.
       eval_ema: whether the mean of the weights is evaluated in place of the weights.
       checkpoints: the storage of states: `Checkpoints`, or an object with the same ``save``,
         ``restore``, ``close`` and perhaps ``wait``; None saves nothing.
@@ -115,6 +118,8 @@ class Trainer:
         steps: int,
         evaluation: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
         eval_interval: int = 0,
+        patience: int | None = None,
+        min_delta: float = 0.0,
         eval_ema: bool = False,
         checkpoints: Any = None,
         checkpoint_interval: int = 0,
@@ -132,6 +137,7 @@ class Trainer:
             ("eval_interval", eval_interval, 0),
             ("checkpoint_interval", checkpoint_interval, 0),
             ("stop_after", stop_after, 1),
+            ("patience", 1 if patience is None else patience, 1),
         ):
             if not is_whole(value, least):
                 raise ValueError(f"{name}={value!r}: must be a whole number >= {least}")
@@ -144,6 +150,12 @@ class Trainer:
             raise ValueError(
                 f"eval_interval={eval_interval}: there is no evaluation=; give batches"
             )
+        if not is_number(min_delta) or not 0 <= min_delta < math.inf:
+            raise ValueError(f"min_delta={min_delta!r}: must be a finite number >= 0")
+        if patience is not None and not eval_interval:
+            raise ValueError(
+                f"patience={patience}: it counts evaluations; give evaluation= and eval_interval="
+            )
         if checkpoint_interval and checkpoints is None:
             raise ValueError(
                 f"checkpoint_interval={checkpoint_interval}: there are no checkpoints=; give "
@@ -153,7 +165,8 @@ class Trainer:
         self.data: Iterator[Any] = iter(data)
         self.is_resumable = _has_position(self.data)
         self._evaluation, self._eval_interval = evaluation, eval_interval
-        self._eval_ema = eval_ema
+        self._eval_ema, self._patience, self._min_delta = eval_ema, patience, min_delta
+        self._lowest, self._without = math.inf, 0  # of evaluations, and those since without a lower
         self._checkpoints, self._checkpoint_interval = checkpoints, checkpoint_interval
         self._recorders = tuple(recorders) if jax.process_index() == 0 else ()
         self._hooks, self._stop, self._stop_after = tuple(hooks), stop, stop_after
@@ -209,7 +222,9 @@ class Trainer:
         if step_number is not None:
             if "shaped" in ignore and step.ema is not None:
                 shaped = {"ema": mean_like(nnx.state(step.model, step.optimizer.wrt))}
-            step.load(shaped, plain["step"])
+            saved = dict(plain["step"])
+            self._lowest, self._without = saved.pop("patience", (math.inf, 0))
+            step.load(shaped, saved)
             self.done = self._saved = step_number
             self.evaluated, self.eval_loss, self._position, self._drawn = -1, None, None, None
         return step_number
@@ -264,7 +279,7 @@ class Trainer:
     def _run(self) -> bool:
         running: _Running | None = None
         self._ended = time.perf_counter()
-        while self.done < self.steps:
+        while self.done < self.steps and not self._is_patience_over():
             if self._stop is not None and self._stop():
                 self._finish(running)
                 self.save()
@@ -284,7 +299,14 @@ class Trainer:
         if self._evaluation is not None and self.evaluated != self.done:
             self.evaluate()
         self.save()
+        if self._is_patience_over():
+            text = f"ended after {self.done} of {self.steps} updates: the held-out loss was not "
+            text += f"below {self._lowest:.6g} in {self._without} evaluations"
+            self._tell({"step": self.done, "event": "early stopping", "text": text})
         return True
+
+    def _is_patience_over(self) -> bool:
+        return self._patience is not None and self._without >= self._patience
 
     def _finish(self, running: _Running | None) -> None:
         """Wait for the step that is running; the watchdog watches no step after it."""
@@ -302,6 +324,10 @@ class Trainer:
             raise ValueError("evaluate() has nothing to evaluate on; give evaluation=")
         batches = self._evaluation() if callable(self._evaluation) else self._evaluation
         self.eval_loss, metrics = means(self.step, batches, ema=self._eval_ema)
+        if self.evaluated != self.done:
+            is_lower = self.eval_loss < self._lowest - self._min_delta
+            self._lowest = self.eval_loss if is_lower else self._lowest
+            self._without = 0 if is_lower else self._without + 1
         self.evaluated = self.done
         more = {} if metrics is None else {"eval_metrics": metrics}
         self._tell({"step": self.done, "eval_loss": self.eval_loss, **more})
@@ -325,11 +351,17 @@ class Trainer:
                 step.model,
                 step.optimizer,
                 shaped=step.shaped(),
-                plain={"step": step.plain()},
+                plain={"step": step.plain() | self._early()},
                 data=self.data if self.is_resumable and place is None else place,
                 metrics=unknown if known is None else {"eval_loss": known},
             )
         self._saved = self.done
+
+    def _early(self) -> dict[str, Any]:
+        """Return the lowest loss, and the evaluations since, for a checkpoint."""
+        if self._patience is None or self._lowest == math.inf:
+            return {}
+        return {"patience": [self._lowest, self._without]}
 
     def close(self) -> None:
         """Wait for checkpoints, and close recorders."""

@@ -73,10 +73,14 @@ class Evaluation(Source):
     Attributes:
       interval: the number of updates between evaluations; 0: only at the end.
       ema: whether the mean of the weights is evaluated.
+      patience: the number of evaluations without a lower loss after which the run ends.
+      min_delta: by how much a loss must be lower to count.
     """
 
     interval: int = 0
     ema: bool = False
+    patience: int | None = None
+    min_delta: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
