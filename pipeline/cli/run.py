@@ -105,6 +105,7 @@ def make_trainer(
         checkpoints=checkpoints,
         checkpoint_interval=run.checkpoint_interval if checkpoints is not None else 0,
         recorders=recorders,
+        batches_per_update=own.plan(),
         flush=own.flush,
         stop_after=run.stop_after,
         stuck_after=run.stuck_after,

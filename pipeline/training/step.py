@@ -91,6 +91,8 @@ class Step:
 
     Attributes:
       ema: the running mean, laid out as ``nnx.state(model, optimizer.wrt)``; None if there is none.
+      joins: whether a pipeline runs all calls of an update as one step, whatever its loss
+        (`Trainer` sets it for ``batches_per_update``).
       weighs: whether the model returns the weight of its loss: its methods take ``weighed=True``,
         as a pipeline's methods do.
 
@@ -132,7 +134,7 @@ class Step:
         self._update = Update(self._state, self._loss_scale, *options)
         self._scalars = self._state.replicate(self._loss_scale.start())
         self.ema = None if ema is None else self._state.of_weights(mean_like)
-        self.updates, self._writing = 0, False
+        self.updates, self._writing, self.joins = 0, False, False
         self._plans: dict[Any, Any] = {}
         # Virtual CPU devices share few threads. Two programs with collectives may then wait for
         # each other for ever. So on such devices a call returns only when its program has ended.
@@ -221,7 +223,7 @@ class Step:
         is_last = calls.calls + 1 == self.accumulate
         if not calls.calls and weight is None:
             calls.joined = accumulation.joined_calls(
-                self.model, batch, self.accumulate, has_aux=self.has_aux
+                self.model, batch, self.accumulate, has_aux=self.has_aux, always=self.joins
             )
         if calls.joined is not None:
             calls.joined.check(batch, weight)

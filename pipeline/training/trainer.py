@@ -19,7 +19,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from flax import nnx
 
 from pipeline.base.arguments import is_number, is_whole
 from pipeline.base.chips import CHIPS
-from pipeline.facade import Weighed
+from pipeline.facade import Weighed, with_microbatches
 from pipeline.pipeline import Pipeline
 from pipeline.training import accumulation
 from pipeline.training.batches import Batch, Resumable, as_batch
@@ -76,6 +76,9 @@ class Trainer:
       data: an iterable of batches, as `pipeline.training.batches.as_batch` takes them. Data whose
         iterator has ``get_state`` and ``set_state``, such as grain's, can be resumed.
       steps: the number of updates of the whole run, including updates before it was resumed.
+      batches_per_update: the plan of the batch size, {update: number}: from this update on, so many
+        batches of the data make one update, such as {0: 1, 1000: 2}. A pipeline runs them as one
+        step of so many times its M microbatches; another model accumulates.
       evaluation: batches for evaluation: an iterable that can be iterated again, or a function that
         returns an iterable.
       eval_interval: the number of updates between evaluations; 0: only at the end.
@@ -116,6 +119,7 @@ class Trainer:
         data: Iterable[Any],
         *,
         steps: int,
+        batches_per_update: Mapping[int, int] | None = None,
         evaluation: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
         eval_interval: int = 0,
         patience: int | None = None,
@@ -161,6 +165,11 @@ class Trainer:
                 f"checkpoint_interval={checkpoint_interval}: there are no checkpoints=; give "
                 f"Checkpoints(folder)"
             )
+        plan = {} if batches_per_update is None else dict(batches_per_update)
+        if plan and (fault := fault_of_plan(plan, step.accumulate)):
+            raise ValueError(f"batches_per_update={batches_per_update!r}: {fault}")
+        step.joins = bool(plan) and isinstance(step.model, Pipeline)
+        self._plan = plan or {0: step.accumulate}
         self.step, self.steps = step, steps
         self.data: Iterator[Any] = iter(data)
         self.is_resumable = _has_position(self.data)
@@ -379,6 +388,10 @@ class Trainer:
             before = None
         waited, tokens, metrics = 0.0, 0, None
         is_first = not self.step.pending and self._drawn is None
+        if not self.step.pending:
+            count = self._plan[max(start for start in self._plan if start <= self.done)]
+            if count != self.step.accumulate:
+                self.step.accumulate, self._shares = count, predicted(self.step.model, count)
         if is_first and self._checkpoints is not None and self.is_resumable:
             self._position = copy.deepcopy(cast("Resumable", self.data).get_state())
         while metrics is None:
@@ -400,7 +413,8 @@ class Trainer:
     def _use(self, batch: Batch) -> Metrics | None:
         """Call the step on the batch that was drawn; a call without an effect keeps the batch."""
         self._used = batch
-        weight = None if self.step.accumulate == 1 else _weight(self.step, batch)
+        is_one_step = self.step.accumulate == 1 or self.step.joins
+        weight = None if is_one_step else _weight(self.step, batch)
         updates, pending = self.step.updates, self.step.pending
         try:
             metrics = self.step(batch.inputs, batch.targets, extras=batch.extras, weight=weight)
@@ -571,11 +585,26 @@ class Shares(NamedTuple):
     communication: float
 
 
-def predicted(model: Any) -> Shares:
-    """Predict the shares of a pipeline's step by its clock; other models have only compute."""
+def fault_of_plan(plan: Mapping[Any, Any], accumulate: int) -> str:
+    """Say what is wrong with a plan of batches for each update; "" if nothing is."""
+    if accumulate != 1:
+        return f"and accumulate={accumulate}; give one of the two"
+    is_fitting = all(is_whole(start, 0) and is_whole(plan[start], 1) for start in plan)
+    if not is_fitting or 0 not in plan:
+        return "must be {update: number}, whole numbers >= 0 and >= 1, with an entry for update 0"
+    return ""
+
+
+def predicted(model: Any, calls: int = 1) -> Shares:
+    """Predict the shares of a pipeline's step by its clock; other models have only compute.
+
+    Args:
+      calls: the number of batches that the step runs, each of M microbatches.
+    """
     if not isinstance(model, Pipeline):
         return Shares(1.0, 0.0, 0.0)
-    report = simulate(model.schedule, **model.plan.clock)
+    plan = with_microbatches(model.plan, calls * model.num_microbatches)
+    report = simulate(plan.schedule, **plan.clock)
     whole = report.makespan * len(report.work)
     sent = sum(part["communication"] for part in report.explain().parts) / whole
     compute = min(1.0, sum(report.work) / whole)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.arguments import hint_at
+from pipeline.base.arguments import hint_at, is_whole
 from pipeline.base.chips import CHIPS
 from pipeline.base.precision import MOST, TINY
 from pipeline.config import ParallelRun, PipelineOptions
@@ -235,6 +235,13 @@ def _of_optimizer(config: Config) -> list[str]:
             "optimizer.learning_rate and optimizer.schedule: give one of the two, a number or the "
             "name and arguments of a schedule of optax"
         )
+    if (plan := own.batches_per_update) is not None:
+        fits = all(key.isdecimal() and is_whole(plan[key], 1) for key in plan) and "0" in plan
+        if not fits or own.accumulate != 1:
+            faults.append(
+                f"optimizer.batches_per_update={plan}: must be {{ update = number of batches }}, "
+                f"with a key 0 and numbers >= 1, and without accumulate"
+            )
     if (rate := own.schedule) is not None:
         faults += _of_function(
             "optimizer.schedule", "schedule", rates(), rate.name, rate_with, rate.arguments

@@ -103,6 +103,8 @@ class Optimizer:
       clip: the largest global norm of the gradients.
       ema: the decay of a mean of the weights.
       accumulate: the number of batches for an update.
+      batches_per_update: in place of ``accumulate``, a plan of the batch size: {update: number of
+        batches of an update from there on}, which a pipeline runs as one step.
       flush: whether data that end within an update end with an update of fewer batches.
       loss_scale: for computation in float16: a number, or "dynamic" (`DynamicScale`).
       layer_norms: whether records have the norms of gradients by layer.
@@ -115,9 +117,15 @@ class Optimizer:
     clip: float | None = None
     ema: float | None = None
     accumulate: int = 1
+    batches_per_update: dict[str, int] | None = None
     flush: bool = False
     loss_scale: float | Literal["dynamic"] | None = None
     layer_norms: bool = False
+
+    def plan(self) -> dict[int, int] | None:
+        """Return the plan of the batch size, with numbers in place of TOML's keys."""
+        plan = self.batches_per_update
+        return None if plan is None else {int(start): count for start, count in plan.items()}
 
     def rate(self) -> Any:
         """Make the learning rate: a number, or an optax schedule."""
