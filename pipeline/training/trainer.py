@@ -110,7 +110,8 @@ class Trainer:
         evaluation.
 
     Raises:
-      ValueError: invalid intervals, or an interval without evaluation or checkpoints.
+      ValueError: invalid intervals, or an interval without evaluation or checkpoints; or a model
+        that checkpoints cannot save.
     """
 
     def __init__(
@@ -177,6 +178,8 @@ class Trainer:
         self._eval_ema, self._patience, self._min_delta = eval_ema, patience, min_delta
         self._lowest, self._without = math.inf, 0  # of evaluations, and those since without a lower
         self._checkpoints, self._checkpoint_interval = checkpoints, checkpoint_interval
+        if hasattr(checkpoints, "check"):  # hours before the first save
+            checkpoints.check(step.model, step.optimizer, shaped=step.shaped())
         self._recorders = tuple(recorders) if jax.process_index() == 0 else ()
         self._hooks, self._stop, self._stop_after = tuple(hooks), stop, stop_after
         self._stuck_after, self._flush = stuck_after, flush

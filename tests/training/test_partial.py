@@ -160,3 +160,19 @@ def test_names_that_nothing_has_are_refused(tmp_path: Path) -> None:
         f"leaves of model.haed; did you mean 'model.head'?"
     )
     assert refusal(other.resume, ignore=("model.haed",)) == text
+
+
+def test_a_model_that_cannot_be_saved_is_refused_before_the_run(tmp_path: Path) -> None:
+    class Dotted(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.parts = nnx.Dict({"a.b": Block(rngs), "a": nnx.Dict({"b": Block(rngs)})})
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.parts["a.b"](self.parts["a"]["b"](x))
+
+    pipe = Pipeline(models.build(Dotted, 2), 2, mesh=make_mesh(stage=2), loss_fn=models.squares)
+    step = Step(pipe, make_optimizer(pipe, optax.sgd(0.1)))
+    options: dict[str, Any] = {"steps": 1, "checkpoints": Checkpoints(tmp_path)}
+    assert refusal(Trainer, step, Rows(), **options).endswith(
+        "; give attributes and keys names without dots"
+    )

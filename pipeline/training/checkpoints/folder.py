@@ -112,6 +112,20 @@ class Checkpoints:
             if re.fullmatch(STEP, path.name) and path.is_dir()
         )
 
+    def check(
+        self,
+        model: Any,
+        optimizer: nnx.Optimizer[Any] | None = None,
+        *,
+        shaped: Mapping[str, Tree] | None = None,
+    ) -> None:
+        """Check, before a run starts, that its leaves have names, as `save` needs.
+
+        Raises:
+          ValueError: two leaves have one name, because a name has a dot; or an unknown model.
+        """
+        Contents(model, optimizer, shaped)
+
     def save(
         self,
         step: int,
