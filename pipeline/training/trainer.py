@@ -167,7 +167,8 @@ class Trainer:
                 f"Checkpoints(folder)"
             )
         plan = {} if batches_per_update is None else dict(batches_per_update)
-        if plan and (fault := fault_of_plan(plan, step.accumulate)):
+        accumulate = 1 if step.joins else step.accumulate  # an earlier trainer has set it
+        if plan and (fault := fault_of_plan(plan, accumulate)):
             raise ValueError(f"batches_per_update={batches_per_update!r}: {fault}")
         step.joins = bool(plan) and isinstance(step.model, Pipeline)
         self._plan = plan or {0: step.accumulate}

@@ -71,6 +71,8 @@ def test_a_model_without_a_pipeline_accumulates() -> None:
     made, piped = trainer(Chain(), steps=4), trainer(steps=4)
     made.run()
     piped.run()
+    again = Trainer(piped.step, Rows(), steps=1, batches_per_update={0: 2})  # of the same step
+    assert again.run()
     assert_close(made.losses, jnp.asarray(piped.losses))
 
 

@@ -317,21 +317,23 @@ def select_leaves(
     return {name: leaf for name, leaf in state.leaves.items() if name not in left}, lines
 
 
-def start_means(state: Contents, left: Collection[str], ignore: Collection[str]) -> list[LayerLeaf]:
+def start_means(
+    state: Contents, left: Collection[str], ignore: Collection[str]
+) -> dict[str, LayerLeaf]:
     """Set the leaves of means that are left to the model's weights, which are restored already.
 
-    The result lists these leaves; their arrays are not stored yet.
+    The result has these leaves by name; their arrays are not stored yet.
     """
     names = [n for n in left if n.startswith("shaped.") and n in state.leaves]
     names = [name for name in names if not any(_is_at(name, path) for path in ignore)]
     weights = Contents(state.model, None, None).leaves if names else {}
-    means = []
+    means = {}
     for name in names:
         mean = state.leaves[name]
         weight = weights.get(f"model.{name.split('.', 2)[2]}")
         if weight is not None and weight.shape == mean.shape:
             mean.write(weight.read().astype(mean.cell.value.dtype))
-            means.append(mean)
+            means[name] = mean
     return means
 
 

@@ -292,12 +292,14 @@ class Checkpoints:
             means = contents.start_means(state, left, ignore)
             others = {name: leaf for name, leaf in leaves.items() if name not in of_model}
             self._orbax.load(folder / ARRAYS, others, model)
-            for cell in {id(mean.cell): mean.cell for mean in means}.values():
-                if cell.value is not None:
-                    cell.store()
+            for name, mean in means.items():
+                left[name] = left[name].replace(" stays", ", which starts at the weights")
+                if mean.cell.value is not None:
+                    mean.cell.store()
         if optimizer is not None and not strict:
             for name, count in contents.schedule_counts(optimizer).items():
-                if name not in leaves:
+                if name in left:
+                    left[name] = left[name].replace(" stays", ", which continues at the step")
                     steps = optimizer.step.get_value().astype(count.dtype)
                     count.set_value(jax.device_put(steps, count.get_value().sharding))
         if left and jax.process_index() == 0:
