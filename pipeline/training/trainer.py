@@ -353,6 +353,9 @@ class Trainer:
         step = self.step
         known = self.eval_loss if self.evaluated == self.done else None
         unknown = {} if self._evaluation is None else {"eval_loss": math.nan}
+        plain = {"step": step.plain()}
+        if self._patience is not None and self._lowest < math.inf:
+            plain["step"]["patience"] = [self._lowest, self._without]
         # The data position at which the current update began.
         began = self._position
         place = None if began is None else SimpleNamespace(get_state=lambda: began)
@@ -364,17 +367,11 @@ class Trainer:
                 step.model,
                 step.optimizer,
                 shaped=step.shaped(),
-                plain={"step": step.plain() | self._early()},
+                plain=plain,
                 data=self.data if self.is_resumable and place is None else place,
                 metrics=unknown if known is None else {"eval_loss": known},
             )
         self._saved = self.done
-
-    def _early(self) -> dict[str, Any]:
-        """Return the lowest loss, and the evaluations since, for a checkpoint."""
-        if self._patience is None or self._lowest == math.inf:
-            return {}
-        return {"patience": [self._lowest, self._without]}
 
     def close(self) -> None:
         """Wait for checkpoints, and close recorders."""
