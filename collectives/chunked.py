@@ -24,6 +24,7 @@ from collectives.tensor import group_rank, group_size
 from collectives.vocabulary import (
     IGNORED,
     LOWEST,
+    Terms,
     check_labels,
     check_parts,
     combine,
@@ -44,6 +45,8 @@ def linear_cross_entropy(
     chunks: int,
     ignore: int | None = IGNORED,
     vocabulary: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> jax.Array:
     """Compute the cross entropy of each token from the input of a linear head `x @ table.T`.
 
@@ -58,6 +61,8 @@ def linear_cross_entropy(
       ignore: labels whose loss is 0; None if there are none.
       vocabulary: the number of words among the V rows; the rows after them are padding, with
         probability 0.
+      label_smoothing: the part of a label's probability that all words share (`Terms`).
+      z_loss: the factor of the square of log Σ exp(logit), which is added.
 
     Returns:
       `[...]` float32, equal on all ranks; NaN for a label that is not a word and is not ignored.
@@ -79,7 +84,8 @@ def linear_cross_entropy(
     axes = varying_axes(x) | varying_axes(table) | varying_axes(labels)
     x, table = vary((x, table.astype(x.dtype)), tuple(axes))
     flat = x.reshape(-1, x.shape[-1]), table, labels.reshape(-1)
-    losses = _losses(*flat, (axis, chunks, size)).reshape(labels.shape)
+    terms = Terms(label_smoothing, z_loss, size)
+    losses = _losses(*flat, (axis, chunks, terms)).reshape(labels.shape)
     return mask_losses(losses, labels, size, ignore)
 
 
@@ -89,18 +95,19 @@ def _losses(x: jax.Array, table: jax.Array, labels: jax.Array, how: Any) -> jax.
 
 
 def _forward(x: jax.Array, table: jax.Array, labels: jax.Array, how: Any) -> Any:
-    axis, chunks, _ = how
+    axis, chunks, terms = how
 
     def step(carry: Any, chunk: Any) -> Any:
         logits = _logits(x, chunk, table.shape[0], how)
-        return sum_up(logits, *_find(labels, chunk, table.shape[0], how), carry), None
+        columns = _find(labels, chunk, table.shape[0], how)
+        return sum_up(logits, *columns, carry, terms=terms), None
 
     axes = tuple(varying_axes(x) | varying_axes(labels))
     zeros = jnp.zeros(x.shape[:1], jnp.float32)
     start = vary((zeros + LOWEST, zeros, zeros), axes)
     (largest, total, picked), _ = jax.lax.scan(step, start, _cut(table, chunks))
     largest, total, picked = combine(largest, total, picked, axis)
-    return losses_of(largest, total, picked), (x, table, labels, largest, total)
+    return losses_of(largest, total, picked, terms), (x, table, labels, largest, total)
 
 
 def _backward(how: Any, kept: Any, g: jax.Array) -> Any:
@@ -109,7 +116,7 @@ def _backward(how: Any, kept: Any, g: jax.Array) -> Any:
     def step(dx: jax.Array, chunk: Any) -> Any:
         logits = _logits(x, chunk, table.shape[0], how)
         local, mine = _find(labels, chunk, table.shape[0], how)
-        dlogits = logit_gradient(logits, local, mine, largest, total, g).astype(x.dtype)
+        dlogits = logit_gradient(logits, local, mine, largest, total, g, how[2]).astype(x.dtype)
         dx += jnp.matmul(dlogits, chunk[1], preferred_element_type=jnp.float32)
         return dx, jnp.matmul(dlogits.T, x)
 
@@ -128,12 +135,12 @@ def _cut(table: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
 
 def _logits(x: jax.Array, chunk: Any, local: int, how: Any) -> jax.Array:
     """Compute the logits of one chunk, `[n, v / C]` float32; -inf for padding."""
-    (axis, _, size), (index, rows) = how, chunk
+    (axis, _, terms), (index, rows) = how, chunk
     logits = jnp.matmul(x, rows.T, preferred_element_type=jnp.float32)
-    if size == local * group_size(axis):
+    if terms.words == local * group_size(axis):
         return logits
     first = group_rank(axis) * local + index * len(rows)
-    return jnp.where(first + jnp.arange(len(rows))[None] < size, logits, -jnp.inf)
+    return jnp.where(first + jnp.arange(len(rows))[None] < terms.words, logits, -jnp.inf)
 
 
 def _find(labels: jax.Array, chunk: Any, local: int, how: Any) -> tuple[jax.Array, jax.Array]:

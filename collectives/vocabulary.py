@@ -12,7 +12,7 @@ manual, R is 1 and the functions are the plain functions. All statistics are flo
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,24 @@ IGNORED = -100  # a label whose loss is 0
 LOWEST = -3e38  # in place of -inf, because -inf - -inf is NaN
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]  # the results of `sum_up`
+
+
+class Terms(NamedTuple):
+    """What a loss has in addition to the plain cross entropy.
+
+    Attributes:
+      label_smoothing: the part of a label's probability that all words share equally. Columns with
+        a logit of -inf get no share.
+      z_loss: the factor of the square of log Σ exp(logit).
+      words: the number of words.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    words: int = 1
+
+
+PLAIN = Terms()
 
 
 def vocabulary_embedding(
@@ -65,7 +83,13 @@ def vocabulary_embedding(
 
 
 def vocabulary_cross_entropy(
-    logits: jax.Array, labels: jax.Array, axis: str | None = TENSOR, *, ignore: int | None = IGNORED
+    logits: jax.Array,
+    labels: jax.Array,
+    axis: str | None = TENSOR,
+    *,
+    ignore: int | None = IGNORED,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> jax.Array:
     """Compute the cross entropy of each token from split logits, without gathering the logits.
 
@@ -77,6 +101,8 @@ def vocabulary_cross_entropy(
       labels: `[...]` integers, equal on all ranks.
       axis: the mesh axis of the group; None if there is one rank.
       ignore: labels whose loss is 0; None if there are none.
+      label_smoothing: the part of a label's probability that all V columns share (`Terms`).
+      z_loss: the factor of the square of log Σ exp(logit), which is added.
 
     Returns:
       `[...]` float32, equal on all ranks. A label outside 0..V-1 that is not ignored gives NaN, a
@@ -89,36 +115,44 @@ def vocabulary_cross_entropy(
     check_parts("logits", logits, axis)
     check_labels("logits", logits, labels)
     logits = vary(logits, tuple(varying_axes(labels) - varying_axes(logits) - {axis}))
-    losses = _cross_entropy(logits, labels, axis)
-    return mask_losses(losses, labels, group_size(axis) * logits.shape[-1], ignore)
+    words = group_size(axis) * logits.shape[-1]
+    losses = _cross_entropy(logits, labels, axis, Terms(label_smoothing, z_loss, words))
+    return mask_losses(losses, labels, words, ignore)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _cross_entropy(logits: jax.Array, labels: jax.Array, axis: str | None) -> jax.Array:
-    return _cross_entropy_forward(logits, labels, axis)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _cross_entropy(
+    logits: jax.Array, labels: jax.Array, axis: str | None, terms: Terms
+) -> jax.Array:
+    return _cross_entropy_forward(logits, labels, axis, terms)[0]
 
 
 def _cross_entropy_forward(
-    logits: jax.Array, labels: jax.Array, axis: str | None
+    logits: jax.Array, labels: jax.Array, axis: str | None, terms: Terms
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    found = sum_up(logits, *_find(labels, logits.shape[-1], axis))
+    found = sum_up(logits, *_find(labels, logits.shape[-1], axis), terms=terms)
     largest, total, picked = combine(*found, axis)
-    return losses_of(largest, total, picked), (logits, labels, largest, total)
+    return losses_of(largest, total, picked, terms), (logits, labels, largest, total)
 
 
 def _cross_entropy_backward(
-    axis: str | None, kept: tuple[jax.Array, ...], g: jax.Array
+    axis: str | None, terms: Terms, kept: tuple[jax.Array, ...], g: jax.Array
 ) -> tuple[jax.Array, None]:
     logits, labels, largest, total = kept
     local, mine = _find(labels, logits.shape[-1], axis)
-    return logit_gradient(logits, local, mine, largest, total, g), None
+    return logit_gradient(logits, local, mine, largest, total, g, terms), None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def sum_up(
-    logits: jax.Array, local: jax.Array, mine: jax.Array, so_far: Sums | None = None
+    logits: jax.Array,
+    local: jax.Array,
+    mine: jax.Array,
+    so_far: Sums | None = None,
+    *,
+    terms: Terms = PLAIN,
 ) -> Sums:
     """Compute the terms of cross entropy over some columns, and add them to earlier sums.
 
@@ -127,25 +161,33 @@ def sum_up(
       local: `[...]`, the labels' columns.
       mine: `[...]`, whether each label is among these columns.
       so_far: the sums of other columns.
+      terms: the smoothing of labels, if there is any.
 
     Returns:
       `[...]` float32 each: the largest logit, Σ exp(logit - largest), and the label's logit, which
-      is 0 if the label is in another column.
+      is 0 if the label is in another column. With smoothing the last is Σ probability * logit.
     """
     wide = logits.astype(jnp.float32)
     largest = jnp.maximum(jnp.max(wide, axis=-1), LOWEST if so_far is None else so_far[0])
     total = jnp.sum(jnp.exp(wide - largest[..., None]), axis=-1)
     picked = jnp.take_along_axis(wide, local[..., None], axis=-1)[..., 0]
     picked = jnp.where(mine, picked, 0.0)
+    if terms.label_smoothing:
+        share = terms.label_smoothing / terms.words
+        possible = jnp.where(wide > -jnp.inf, wide, 0.0)
+        picked = (1 - terms.label_smoothing) * picked + share * jnp.sum(possible, axis=-1)
     if so_far is None:
         return largest, total, picked
     return largest, so_far[1] * jnp.exp(so_far[0] - largest) + total, so_far[2] + picked
 
 
-def losses_of(largest: jax.Array, total: jax.Array, picked: jax.Array) -> jax.Array:
+def losses_of(
+    largest: jax.Array, total: jax.Array, picked: jax.Array, terms: Terms = PLAIN
+) -> jax.Array:
     """Compute the cross entropy from sums over all columns."""
     # This order keeps all digits of large logits that are nearly equal.
-    return jnp.log(total) + (largest - picked)
+    losses = jnp.log(total) + (largest - picked)
+    return losses + terms.z_loss * (jnp.log(total) + largest) ** 2 if terms.z_loss else losses
 
 
 def logit_gradient(
@@ -155,8 +197,9 @@ def logit_gradient(
     largest: jax.Array,
     total: jax.Array,
     g: jax.Array,
+    terms: Terms = PLAIN,
 ) -> jax.Array:
-    """Compute the gradient of cross entropy: softmax minus one at the label, times `g`.
+    """Compute the gradient of cross entropy: softmax minus the label's probabilities, times `g`.
 
     Args:
       logits: `[..., v]`.
@@ -165,11 +208,17 @@ def logit_gradient(
       largest: `[...]`, the largest logit of the whole vocabulary.
       total: `[...]`, Σ exp(logit - largest) over the whole vocabulary.
       g: `[...]`, the gradient for the losses.
+      terms: the terms of the loss.
     """
     columns = jax.lax.broadcasted_iota(local.dtype, logits.shape, logits.ndim - 1)
     hit = (columns == local[..., None]) & mine[..., None]
     shares = jnp.exp(logits.astype(jnp.float32) - largest[..., None]) / total[..., None]
-    return (jnp.where(hit, shares - 1.0, shares) * g[..., None]).astype(logits.dtype)
+    if terms.z_loss:
+        shares *= (1 + 2 * terms.z_loss * (jnp.log(total) + largest))[..., None]
+    if terms.label_smoothing:
+        shares -= jnp.where(logits > -jnp.inf, terms.label_smoothing / terms.words, 0.0)
+    at_label = shares - (1 - terms.label_smoothing)
+    return (jnp.where(hit, at_label, shares) * g[..., None]).astype(logits.dtype)
 
 
 def combine(largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str | None) -> Sums:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from collectives import vary
 from collectives.compat import varying_in
@@ -128,6 +129,21 @@ def nbytes(leaf: Any) -> int:
     """Return the bytes of an array or its type, or of the array that a ref holds."""
     leaf = getattr(leaf, "inner_aval", leaf)
     return math.prod(leaf.shape) * int(leaf.dtype.itemsize)
+
+
+def check_integers(name: str, array: Any) -> None:
+    """Refuse integers of a numpy array that JAX would wrap to another number of 32 bits."""
+    if not isinstance(array, np.ndarray | np.generic) or array.dtype.kind not in "iu":
+        return
+    kept = jax.dtypes.canonicalize_dtype(array.dtype)
+    if kept == array.dtype or not array.size:
+        return
+    bounds = np.iinfo(kept)
+    if wrong := [x for x in (array.min(), array.max()) if not bounds.min <= x <= bounds.max]:
+        raise ValueError(
+            f"{name} has the integer {wrong[0]}, which JAX would wrap to {kept.name}: give tokens "
+            f"of the vocabulary, or other numbers of {kept.name}, or set jax_enable_x64"
+        )
 
 
 def shape_text(leaf: Any) -> str:

@@ -88,6 +88,8 @@ def make_trainer(
         accumulate=own.accumulate,
         loss_scale=DynamicScale() if own.loss_scale == "dynamic" else own.loss_scale,
         has_aux=_has_metrics(model),
+        learning_rate=own.rate(),
+        layer_norms=own.layer_norms,
         compiler_options=None if run.compiler_options == "none" else run.compiler_options,
     )
     evaluation = config.evaluation
@@ -98,9 +100,13 @@ def make_trainer(
         evaluation=None if evaluation is None else lambda: _data(config, model, evaluation.call()),
         eval_interval=0 if evaluation is None else evaluation.interval,
         eval_ema=evaluation is not None and evaluation.ema,
+        patience=None if evaluation is None else evaluation.patience,
+        min_delta=0.0 if evaluation is None else evaluation.min_delta,
         checkpoints=checkpoints,
         checkpoint_interval=run.checkpoint_interval if checkpoints is not None else 0,
         recorders=recorders,
+        batches_per_update=own.plan(),
+        flush=own.flush,
         stop_after=run.stop_after,
         stuck_after=run.stuck_after,
         flops_per_token=run.flops_per_token,

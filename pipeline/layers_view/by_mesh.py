@@ -276,7 +276,9 @@ class _Program:
             here = dict(zip(part.sent, sent, strict=True))
             kept, given = ([here.get(v, values[v]) for v in of] for of in (part.kept, part.given))
             values |= zip(part.writes, part.run(kept, given), strict=True)
-        return jax.tree.unflatten(self._tree, [values[v] for v in self._closed.jaxpr.outvars])
+        outputs = self._closed.jaxpr.outvars
+        results = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in outputs]
+        return jax.tree.unflatten(self._tree, results)
 
 
 def _run_inline(

@@ -518,9 +518,11 @@ def _sum_of_part(cell: Any, part: Spot | None) -> Any:
 def _at_rows(rows: set[int], stack: Any, other: Any) -> Any:
     """Take ``rows`` from ``stack``, and all other rows from ``other``."""
     mask = np.isin(np.arange(other.shape[0]), sorted(rows))
-    dtype = jnp.promote_types(stack.dtype, other.dtype)
     spread = jax.lax.broadcast_in_dim(mask, other.shape, (0,))
-    return jax.lax.select(spread, stack.astype(dtype), other.astype(dtype))
+    if stack.dtype != other.dtype:  # random keys have no common dtype, and need none
+        dtype = jnp.promote_types(stack.dtype, other.dtype)
+        stack, other = stack.astype(dtype), other.astype(dtype)
+    return jax.lax.select(spread, stack, other)
 
 
 def _mixed(what: str) -> MixedError:

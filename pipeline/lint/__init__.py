@@ -123,6 +123,8 @@ class Lint:
         plan, rank, ends, request = step.plan, step.rank, step.ends_body, step.request
         warned, bodies = plan.compiled.warned, step.activations.bodies
         statistics.warn_of_state(step)
+        if request.take_loss:
+            statistics.warn_of_means_of_padding(rank, warned)
         if ends is None:
             return
         check_stage_axis("embed, head or loss_fn", ends)

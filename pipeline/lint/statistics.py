@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from pipeline.base.added import Adding
-from pipeline.base.rows import DataStatistic
+from pipeline.base.rows import DataStatistic, Padded
 from pipeline.base.variables import metadata
 from pipeline.base.warn import warn_once
 from pipeline.core.step.calls.declared import Usage
@@ -20,12 +20,28 @@ from pipeline.core.step.calls.ends import ends_paths
 
 if TYPE_CHECKING:
     from pipeline.core.step.calls.opened import OpenedStep
+    from pipeline.core.step.calls.rank import Rank
 
 _REMEDY = (
     "the batch has padding (pipeline.training.batches), which it may count: leave out what "
     "pipeline.layers.data_mask() says is no data (a stage that calls it first is not warned of), "
     "or give batches without padding"
 )
+
+
+def warn_of_means_of_padding(rank: Rank, warned: set[Any]) -> None:
+    """Warn of a loss that is a mean over all rows where `padded` has added some."""
+    is_padded = any(
+        isinstance(node, Padded)
+        for node in jax.tree.leaves(rank.batch.targets, is_leaf=lambda x: isinstance(x, Padded))
+    )
+    if is_padded and rank.loss.is_mean:
+        warn_once(
+            "targets are padded, and the loss is a mean that counts the rows of padding: give "
+            "loss_fn=masked(loss_fn), with masked from pipeline.training.batches, or return "
+            "(sum, weight) with the weights of targets.counts",
+            warned,
+        )
 
 
 def warn_of_losses_of_padding(parts: Mapping[str, Adding], warned: set[Any]) -> None:

@@ -70,6 +70,13 @@ def find_regular(trace: Trace, place: Callable[[Sequence[int]], PlacedBlock]) ->
         return str(why)
 
 
+def _name_of(eqn: Any) -> str:
+    """Name an equation like its function, such as ``relu``, or else like its primitive."""
+    body = getattr(eqn.params.get("call_jaxpr"), "jaxpr", None)
+    function = getattr(getattr(body, "debug_info", None), "func_name", None)
+    return str(eqn.params.get("name") or function or eqn.primitive.name)
+
+
 def _regular(trace: Trace, place: Callable[[Sequence[int]], PlacedBlock]) -> Regular:
     calls = trace.calls
     if len(calls) < 2:
@@ -85,7 +92,7 @@ def _regular(trace: Trace, place: Callable[[Sequence[int]], PlacedBlock]) -> Reg
     part = placed.part
     for one, at in placed.place.items():
         if one.call is None and at is not FREE and 0 < at <= len(calls):
-            raise _Irregular(f"{one.eqn.primitive.name} runs between calls of blocks")
+            raise _Irregular(f"{_name_of(one.eqn)} runs between calls of blocks")
     carried: dict[Any, None] = {}
     for message in placed.messages[1:]:
         carried.update(dict.fromkeys(v for v in message if not part.get(v)))

@@ -14,6 +14,7 @@ microbatches, with the same rows in each microbatch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,11 +35,19 @@ from pipeline.training.state import StepState, pipelines_of, with_replaced
 
 Tree = Any
 Sums = tuple[Weighed, Tree, Tree]  # of losses, metrics and gradients
-_WHY = (
-    "stages add losses (add_loss) and the loss is (sum, weight), so that Step(accumulate=) runs "
-    "all calls of an update as one step"
-)
-_REMEDY = "give every call a weight= (a Trainer: every Batch), which its added losses then have too"
+_REASONS = {  # why all calls run as one step, with a remedy, by whether they always do
+    False: (
+        (
+            "stages add losses (add_loss) and the loss is (sum, weight), so that Step(accumulate=) "
+            "runs all calls of an update as one step"
+        ),
+        "give every call a weight= (a Trainer: every Batch), which its added losses then have too",
+    ),
+    True: (
+        "batches_per_update= runs all batches of an update as one step",
+        "give batches of equal shapes, or accumulate= in its place",
+    ),
+}
 
 
 class Accumulation:
@@ -64,6 +73,14 @@ class Accumulation:
     def read(self) -> list[jax.Array]:
         """List the leaves of model and optimizer as the calls so far have left them."""
         return with_replaced(self._state.read(), self._written)
+
+    def tell_dropped(self) -> None:
+        """Report calls without an update when their step is deleted, or the program ends."""
+        if self.calls:
+            sys.stderr.write(
+                f"Step(accumulate=) ends with {self.calls} calls after its last update, which have "
+                f"no effect; step.flush() makes an update of them\n"
+            )
 
     def keep(self, written: dict[int, jax.Array], sums: Sums) -> None:
         """Keep the leaves that a call has written, by number, and the sums with this call."""
@@ -187,10 +204,12 @@ class JoinedCalls:
     Attributes:
       plan: the plan of this step, of C * M microbatches.
       batches: copies of the batches so far, since a loader may write to its arrays.
+      why, remedy: the reason why calls run as one step, and what to do if they cannot.
     """
 
-    def __init__(self, plan: Any) -> None:
+    def __init__(self, plan: Any, reason: tuple[str, str]) -> None:
         self.plan = plan
+        self.why, self.remedy = reason
         self.batches: list[Tree] = []
 
     def check(self, batch: Tree, weight: Any) -> None:
@@ -200,8 +219,8 @@ class JoinedCalls:
         first, call = self.batches[0], len(self.batches) + 1
         if weight is not None:
             raise ValueError(
-                f"weight={weight} in call {call} of an update whose call 1 had none: {_WHY}; give "
-                f"every call of an update a weight=, or none"
+                f"weight={weight} in call {call} of an update whose call 1 had none: {self.why}; "
+                f"give every call of an update a weight=, or none"
             )
         now, then = map(self._named, (batch, first))
         for name in now | then:
@@ -212,7 +231,15 @@ class JoinedCalls:
             if not fault and spec is None and not jnp.array_equal(leaf, old, equal_nan=has_nan):
                 fault = f"has no batch axis, and other values in call {call} than"
             if fault:
-                raise ValueError(f"{name} {fault} in call 1 of an update: {_WHY}; {_REMEDY}")
+                raise ValueError(
+                    f"{name} {fault} in call 1 of an update: {self.why}; {self.remedy}"
+                )
+
+    def end(self, plan: Any) -> Tree:
+        """Return the rows of the calls so far as one batch, for a plan of so many calls."""
+        count = len(self.batches)
+        self.plan = with_microbatches(plan, count * plan.num_microbatches)
+        return self.with_last(self.batches.pop())
 
     def keep(self, batch: Tree) -> None:
         copy = lambda x: x.copy() if isinstance(x, np.ndarray) else jnp.copy(x)  # noqa: E731
@@ -244,19 +271,21 @@ class JoinedCalls:
 
 
 def joined_calls(
-    model: nnx.Module, batch: Tree, calls: int, *, has_aux: bool
+    model: nnx.Module, batch: Tree, calls: int, *, has_aux: bool, always: bool = False
 ) -> JoinedCalls | None:
     """Begin an update of C calls; None if each call runs as a step of its own."""
-    if not isinstance(model, Pipeline) or not adds_to_a_sum(model, batch, has_aux=has_aux):
+    if not isinstance(model, Pipeline):
         return None
-    count = calls * model.num_microbatches
+    if not (always or adds_to_a_sum(model, batch, has_aux=has_aux)):
+        return None
+    count, reason = calls * model.num_microbatches, _REASONS[always]
     try:
-        return JoinedCalls(with_microbatches(model.plan, count))
+        return JoinedCalls(with_microbatches(model.plan, count), reason)
     except ValueError as error:
         raise ValueError(
-            f"{_WHY} of {count} microbatches, and the pipeline's schedule has no timetable for "
-            f"them with the same stages on each rank: name one that has (schedule=), or "
-            f"{_REMEDY}"
+            f"{reason[0]} of {count} microbatches, and the pipeline's schedule has no timetable "
+            f"for them with the same stages on each rank: name one that has (schedule=), or "
+            f"{reason[1]}"
         ) from error
 
 

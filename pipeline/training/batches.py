@@ -160,7 +160,7 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
       ValueError: the loss is a module.
     """
     if isinstance(loss_fn, CrossEntropy):
-        return MaskedCrossEntropy()
+        return MaskedCrossEntropy(loss_fn.label_smoothing, loss_fn.z_loss)
     if isinstance(loss_fn, nnx.Module):
         raise ValueError(
             f"masked() was given the module {type(loss_fn).__name__}; give a function, and let "

@@ -144,6 +144,11 @@ def status_of(record: Record) -> str:
     if "eval_loss" in record:
         return f"held-out loss {record['eval_loss']:.4f}"
     parts = [f"loss {record['loss']:.3f}"]
+    if "learning_rate" in record:
+        parts.append(f"lr {record['learning_rate']:.2e}")
+    if norms := record.get("layer_norms"):
+        largest = max(norms, key=norms.__getitem__)
+        parts.append(f"largest gradient {largest} {norms[largest]:.3g}")
     if "tokens_per_second" in record:
         parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
     if record.get("mfu") is not None:

@@ -22,7 +22,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from pipeline.base.arguments import is_whole
+from pipeline.base.arguments import is_number, is_whole
 from pipeline.base.precision import MOST, TINY
 from pipeline.base.warn import warn
 from pipeline.facade import Attributes, Weighed, as_arrays
@@ -42,7 +42,7 @@ from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options
 from pipeline.training.scaling import DynamicScale, NotFiniteError, Scalars, ScaleRule
 from pipeline.training.state import StepState, pipelines_of, replaced
-from pipeline.training.update import Metrics, Update, mean_like, take_mean
+from pipeline.training.update import Metrics, Update, layer_norms_of, mean_like, take_mean
 
 __all__ = ["DynamicScale", "Metrics", "NotFiniteError", "Step"]
 
@@ -74,19 +74,25 @@ class Step:
         a pipeline runs all calls as one step (`pipeline.training.accumulation`). The last call
         writes the model's state of all calls and runs a pipeline's ``after_step``; until then the
         model is unchanged since the previous update, and `Checkpoints.save` warns, because a
-        checkpoint lacks the sums of these calls.
+        checkpoint lacks the sums of these calls. `flush` makes an update of fewer calls.
       loss_scale: a number, or a `DynamicScale`, by which the loss is multiplied before
         differentiation; gradients are divided by the scale before any other use.
       has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
         it is a pipeline or has a ``value_and_grad``. Over the calls of one update counts (integers)
         are added up, to 2**31 - 1 at most; other metrics are averaged by weight.
       donate: whether arrays of model, optimizer and mean are donated.
+      learning_rate: the number or the optax schedule that the optimizer was made with, for
+        `Metrics.learning_rate`. Without it the rate of `optax.inject_hyperparams` is found in the
+        optimizer's state; that of any other optimizer is not known.
+      layer_norms: whether `Metrics.layer_norms` has the norms of gradients by layer.
       compiler_options: options of XLA for the step's programs by name, as
         `jax.jit(compiler_options=...)` takes them; "default" takes the platform's options in
         `pipeline.training.compiling.DEFAULTS`, None takes XLA's own.
 
     Attributes:
       ema: the running mean, laid out as ``nnx.state(model, optimizer.wrt)``; None if there is none.
+      joins: whether a pipeline runs all calls of an update as one step, whatever its loss
+        (`Trainer` sets it for ``batches_per_update``).
       weighs: whether the model returns the weight of its loss: its methods take ``weighed=True``,
         as a pipeline's methods do.
 
@@ -106,9 +112,12 @@ class Step:
         loss_scale: float | DynamicScale | None = None,
         has_aux: bool = False,
         donate: bool = True,
+        learning_rate: float | optax.Schedule | None = None,
+        layer_norms: bool = False,
         compiler_options: CompilerOptions = "default",
     ) -> None:
-        _check_options(clip=clip, ema=ema, accumulate=accumulate, loss_scale=loss_scale)
+        given = {"clip": clip, "ema": ema, "accumulate": accumulate, "loss_scale": loss_scale}
+        _check_options(**given, learning_rate=learning_rate)
         _check_model(model, optimizer, scaled=loss_scale is not None, has_aux=has_aux)
         self.model, self.optimizer = model, optimizer
         self.clip, self.decay, self.accumulate = clip, ema or 0.0, accumulate
@@ -119,10 +128,13 @@ class Step:
         self._attributes = [Attributes(model, Pipeline)]
         self._state = StepState(model, optimizer, copied=donate)
         self._loss_scale, self._calls = ScaleRule(loss_scale), Accumulation(self._state)
-        self._update = Update(self._state, self._loss_scale, optimizer.wrt, clip, self.decay)
+        weakref.finalize(self, self._calls.tell_dropped)
+        norms = layer_norms_of(model) if layer_norms else None
+        options = optimizer.wrt, clip, self.decay, learning_rate, norms
+        self._update = Update(self._state, self._loss_scale, *options)
         self._scalars = self._state.replicate(self._loss_scale.start())
         self.ema = None if ema is None else self._state.of_weights(mean_like)
-        self.updates, self._writing = 0, False
+        self.updates, self._writing, self.joins = 0, False, False
         self._plans: dict[Any, Any] = {}
         # Virtual CPU devices share few threads. Two programs with collectives may then wait for
         # each other for ever. So on such devices a call returns only when its program has ended.
@@ -158,6 +170,7 @@ class Step:
 
         shardings = self._state.result_shardings(4)
         self._fused = whole(self._train, **donated(0, 1, 2), **shardings)
+        self._flushed = whole(self._update_of_sums, **donated(0, 1, 2), **shardings)
         self._added = whole(self._add, **donated(1))
         self._taken = whole(self._take, **donated(0), **shardings)
         self._evaluated = whole(self._evaluate, static_argnums=0, compiler_options=compiler)
@@ -210,7 +223,7 @@ class Step:
         is_last = calls.calls + 1 == self.accumulate
         if not calls.calls and weight is None:
             calls.joined = accumulation.joined_calls(
-                self.model, batch, self.accumulate, has_aux=self.has_aux
+                self.model, batch, self.accumulate, has_aux=self.has_aux, always=self.joins
             )
         if calls.joined is not None:
             calls.joined.check(batch, weight)
@@ -234,6 +247,30 @@ class Step:
         calls.calls += 1
         _STEP_OF[self.optimizer] = weakref.ref(self)
         return None
+
+    @_COMPILED
+    def flush(self) -> Metrics | None:
+        """Update with the calls since the last update, fewer than ``accumulate``; None without any.
+
+        It is for the end of the data: the update uses the mean over these calls.
+
+        Raises:
+          ValueError: the pipeline has an ``after_step``, which runs in the last call of an update.
+        """
+        calls, model = self._calls, cast("Any", self.model)
+        if not calls.calls:
+            return None
+        if calls.joined is not None:
+            return self._run_fused(self._ended(calls.joined.end(model.plan)), None, None)
+        if any(pipe.plan.after_step is not None for pipe in pipelines_of(model)):
+            raise ValueError(
+                f"flush() after {calls.calls} of {self.accumulate} calls: the pipeline's "
+                f"after_step runs in the last call of an update; give accumulate= a divisor of the "
+                f"number of batches"
+            )
+        done = self._flushed(calls.read(), self.ema, self._scalars, calls.sums)
+        calls.begin()
+        return self._keep(*done)
 
     @_COMPILED
     def fwd_bwd(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> tuple[Any, Tree]:
@@ -405,6 +442,12 @@ class Step:
         written = replaced(self._state.split(model, optimizer), leaves)
         return self._end_update(leaves, mean, scalars, grads, loss, aux, written)
 
+    def _update_of_sums(self, leaves: Any, mean: Tree, scalars: Scalars, sums: Sums) -> Any:
+        """Update with the mean over the calls so far."""
+        weights = nnx.state(self._state.merge(leaves)[0], self.optimizer.wrt)
+        (loss, aux), grads = self._mean_of_calls(sums, weights)
+        return self._end_update(leaves, mean, scalars, grads, loss, aux)
+
     def _add(
         self, leaves: Any, sums: Sums | None, scalars: Scalars, batch: Tree, weight: Any
     ) -> tuple[dict[int, Any], Sums]:
@@ -504,10 +547,12 @@ def _check_model(model: Any, optimizer: Any, *, scaled: bool, has_aux: bool) -> 
             )
 
 
-def _check_options(*, clip: Any, ema: Any, accumulate: Any, loss_scale: Any) -> None:
+def _check_options(
+    *, clip: Any, ema: Any, accumulate: Any, loss_scale: Any, learning_rate: Any
+) -> None:
     positive = "a finite number > 0 of float32"
-    is_number = isinstance(loss_scale, int | float) and TINY <= loss_scale <= MOST
-    has_scale = loss_scale is None or isinstance(loss_scale, DynamicScale) or is_number
+    has_number = isinstance(loss_scale, int | float) and TINY <= loss_scale <= MOST
+    has_scale = loss_scale is None or isinstance(loss_scale, DynamicScale) or has_number
     is_decay = ema is None or (ema >= TINY and float(np.float32(ema)) < 1)
     for name, value, fits, rule in (
         (
@@ -519,6 +564,12 @@ def _check_options(*, clip: Any, ema: Any, accumulate: Any, loss_scale: Any) -> 
         ("ema", ema, is_decay, "a decay between 0 and 1 in float32, or None for no mean"),
         ("accumulate", accumulate, is_whole(accumulate, 1), "a whole number >= 1"),
         ("loss_scale", loss_scale, has_scale, f"{positive}, DynamicScale(), or None"),
+        (
+            "learning_rate",
+            learning_rate,
+            learning_rate is None or callable(learning_rate) or is_number(learning_rate),
+            "a number, an optax schedule (a function of the count), or None",
+        ),
     ):
         if not fits:
             raise ValueError(f"{name}={value!r}: must be {rule}")

@@ -19,7 +19,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pipeline.base.arguments import is_whole
+from pipeline.base.arguments import is_number, is_whole
 from pipeline.base.chips import CHIPS
-from pipeline.facade import Weighed
+from pipeline.facade import Weighed, with_microbatches
 from pipeline.pipeline import Pipeline
 from pipeline.training import accumulation
 from pipeline.training.batches import Batch, Resumable, as_batch
@@ -76,9 +76,15 @@ class Trainer:
       data: an iterable of batches, as `pipeline.training.batches.as_batch` takes them. Data whose
         iterator has ``get_state`` and ``set_state``, such as grain's, can be resumed.
       steps: the number of updates of the whole run, including updates before it was resumed.
+      batches_per_update: the plan of the batch size, {update: number}: from this update on, so many
+        batches of the data make one update, such as {0: 1, 1000: 2}. A pipeline runs them as one
+        step of so many times its M microbatches; another model accumulates.
       evaluation: batches for evaluation: an iterable that can be iterated again, or a function that
         returns an iterable.
       eval_interval: the number of updates between evaluations; 0: only at the end.
+      patience: the number of evaluations in a row without a lower loss after which the run ends
+        (early stopping); None trains to the last step. A checkpoint keeps the count.
+      min_delta: by how much a loss must be lower than the lowest to count.
       eval_ema: whether the mean of the weights is evaluated in place of the weights.
       checkpoints: the storage of states: `Checkpoints`, or an object with the same ``save``,
         ``restore``, ``close`` and perhaps ``wait``; None saves nothing.
@@ -87,6 +93,8 @@ class Trainer:
       recorders: receivers of the record of every step, on process 0.
       hooks: functions of the trainer and a step's record, called as soon as the record is known.
       stop: a function called before each step; a true result ends the run, after a checkpoint.
+      flush: whether data that end within an update end with an update of its calls so far
+        (`Step.flush`), in place of an error.
       stop_after: the number of consecutive updates that are not finite, after which the run ends.
       stuck_after: the seconds after which a hanging step ends the process with a message
         (`pipeline.training.faults.Watchdog`); None waits for ever.
@@ -102,7 +110,8 @@ class Trainer:
         evaluation.
 
     Raises:
-      ValueError: invalid intervals, or an interval without evaluation or checkpoints.
+      ValueError: invalid intervals, or an interval without evaluation or checkpoints; or a model
+        that checkpoints cannot save.
     """
 
     def __init__(
@@ -111,14 +120,18 @@ class Trainer:
         data: Iterable[Any],
         *,
         steps: int,
+        batches_per_update: Mapping[int, int] | None = None,
         evaluation: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
         eval_interval: int = 0,
+        patience: int | None = None,
+        min_delta: float = 0.0,
         eval_ema: bool = False,
         checkpoints: Any = None,
         checkpoint_interval: int = 0,
         recorders: Sequence[Recorder] = (),
         hooks: Sequence[Hook] = (),
         stop: Callable[[], object] | None = None,
+        flush: bool = False,
         stop_after: int = 20,
         stuck_after: float | None = None,
         flops_per_token: float | None = None,
@@ -129,6 +142,7 @@ class Trainer:
             ("eval_interval", eval_interval, 0),
             ("checkpoint_interval", checkpoint_interval, 0),
             ("stop_after", stop_after, 1),
+            ("patience", 1 if patience is None else patience, 1),
         ):
             if not is_whole(value, least):
                 raise ValueError(f"{name}={value!r}: must be a whole number >= {least}")
@@ -141,26 +155,42 @@ class Trainer:
             raise ValueError(
                 f"eval_interval={eval_interval}: there is no evaluation=; give batches"
             )
+        if not is_number(min_delta) or not 0 <= min_delta < math.inf:
+            raise ValueError(f"min_delta={min_delta!r}: must be a finite number >= 0")
+        if patience is not None and not eval_interval:
+            raise ValueError(
+                f"patience={patience}: it counts evaluations; give evaluation= and eval_interval="
+            )
         if checkpoint_interval and checkpoints is None:
             raise ValueError(
                 f"checkpoint_interval={checkpoint_interval}: there are no checkpoints=; give "
                 f"Checkpoints(folder)"
             )
+        plan = {} if batches_per_update is None else dict(batches_per_update)
+        accumulate = 1 if step.joins else step.accumulate  # an earlier trainer has set it
+        if plan and (fault := fault_of_plan(plan, accumulate)):
+            raise ValueError(f"batches_per_update={batches_per_update!r}: {fault}")
+        step.joins = bool(plan) and isinstance(step.model, Pipeline)
+        self._plan = plan or {0: step.accumulate}
         self.step, self.steps = step, steps
         self.data: Iterator[Any] = iter(data)
         self.is_resumable = _has_position(self.data)
         self._evaluation, self._eval_interval = evaluation, eval_interval
-        self._eval_ema = eval_ema
+        self._eval_ema, self._patience, self._min_delta = eval_ema, patience, min_delta
+        self._lowest, self._without = math.inf, 0  # of evaluations, and those since without a lower
         self._checkpoints, self._checkpoint_interval = checkpoints, checkpoint_interval
+        if hasattr(checkpoints, "check"):  # hours before the first save
+            checkpoints.check(step.model, step.optimizer, shaped=step.shaped())
         self._recorders = tuple(recorders) if jax.process_index() == 0 else ()
         self._hooks, self._stop, self._stop_after = tuple(hooks), stop, stop_after
-        self._stuck_after = stuck_after
+        self._stuck_after, self._flush = stuck_after, flush
         self._watchdog: Watchdog | None = None
         self.done, self.losses, self.seconds = 0, list[float](), list[float]()
         self.eval_loss: float | None = None
         self.evaluated = self._saved = -1
         self._position: Any = None  # the data position at the start of the current update
         self._drawn: Batch | None = None  # a batch that no step has used, because one raised
+        self._used: Any = None  # the batch of the last call
         self._ended = 0.0
         self._shares = predicted(step.model)
         counted = count_flops(step.model)
@@ -172,12 +202,13 @@ class Trainer:
 
     # --- the loop
 
-    def resume(self, *, ignore: Collection[Any] = ()) -> int | None:
+    def resume(self, *, ignore: Collection[str] = (), strict: bool = True) -> int | None:
         """Resume from the newest checkpoint; return its step, or None if there is no checkpoint.
 
         Args:
-          ignore: the parts of the checkpoint that are not restored (`Checkpoints.restore`). A
-            running mean that is not restored starts at the restored weights.
+          ignore: what of the checkpoint is not restored (`Checkpoints.restore`). A running mean
+            that is not restored starts at the restored weights.
+          strict: False leaves moments and means that do not fit, and prints them.
 
         Raises:
           ValueError: no checkpoints to resume from, or data without a position.
@@ -199,11 +230,14 @@ class Trainer:
             plain=plain,
             data=self.data,
             **({"ignore": ignore} if ignore else {}),
+            **({} if strict else {"strict": False}),
         )
         if step_number is not None:
             if "shaped" in ignore and step.ema is not None:
                 shaped = {"ema": mean_like(nnx.state(step.model, step.optimizer.wrt))}
-            step.load(shaped, plain["step"])
+            saved = dict(plain["step"])
+            self._lowest, self._without = saved.pop("patience", (math.inf, 0))
+            step.load(shaped, saved)
             self.done = self._saved = step_number
             self.evaluated, self.eval_loss, self._position, self._drawn = -1, None, None, None
         return step_number
@@ -258,7 +292,7 @@ class Trainer:
     def _run(self) -> bool:
         running: _Running | None = None
         self._ended = time.perf_counter()
-        while self.done < self.steps:
+        while self.done < self.steps and not self._is_patience_over():
             if self._stop is not None and self._stop():
                 self._finish(running)
                 self.save()
@@ -278,7 +312,14 @@ class Trainer:
         if self._evaluation is not None and self.evaluated != self.done:
             self.evaluate()
         self.save()
+        if self._is_patience_over():
+            text = f"ended after {self.done} of {self.steps} updates: the held-out loss was not "
+            text += f"below {self._lowest:.6g} in {self._without} evaluations"
+            self._tell({"step": self.done, "event": "early stopping", "text": text})
         return True
+
+    def _is_patience_over(self) -> bool:
+        return self._patience is not None and self._without >= self._patience
 
     def _finish(self, running: _Running | None) -> None:
         """Wait for the step that is running; the watchdog watches no step after it."""
@@ -296,6 +337,10 @@ class Trainer:
             raise ValueError("evaluate() has nothing to evaluate on; give evaluation=")
         batches = self._evaluation() if callable(self._evaluation) else self._evaluation
         self.eval_loss, metrics = means(self.step, batches, ema=self._eval_ema)
+        if self.evaluated != self.done:
+            is_lower = self.eval_loss < self._lowest - self._min_delta
+            self._lowest = self.eval_loss if is_lower else self._lowest
+            self._without = 0 if is_lower else self._without + 1
         self.evaluated = self.done
         more = {} if metrics is None else {"eval_metrics": metrics}
         self._tell({"step": self.done, "eval_loss": self.eval_loss, **more})
@@ -308,6 +353,9 @@ class Trainer:
         step = self.step
         known = self.eval_loss if self.evaluated == self.done else None
         unknown = {} if self._evaluation is None else {"eval_loss": math.nan}
+        plain = {"step": step.plain()}
+        if self._patience is not None and self._lowest < math.inf:
+            plain["step"]["patience"] = [self._lowest, self._without]
         # The data position at which the current update began.
         began = self._position
         place = None if began is None else SimpleNamespace(get_state=lambda: began)
@@ -319,7 +367,7 @@ class Trainer:
                 step.model,
                 step.optimizer,
                 shaped=step.shaped(),
-                plain={"step": step.plain()},
+                plain=plain,
                 data=self.data if self.is_resumable and place is None else place,
                 metrics=unknown if known is None else {"eval_loss": known},
             )
@@ -341,11 +389,19 @@ class Trainer:
             before = None
         waited, tokens, metrics = 0.0, 0, None
         is_first = not self.step.pending and self._drawn is None
+        if not self.step.pending:
+            count = self._plan[max(start for start in self._plan if start <= self.done)]
+            if count != self.step.accumulate:
+                self.step.accumulate, self._shares = count, predicted(self.step.model, count)
         if is_first and self._checkpoints is not None and self.is_resumable:
             self._position = copy.deepcopy(cast("Resumable", self.data).get_state())
         while metrics is None:
             start = time.perf_counter()
             batch = self._batch()
+            if batch is None:
+                metrics = self.step.flush()
+                self._position = None
+                break
             # A batch that arrives while the devices are busy has cost them no time.
             if before is None or _is_ready(before.metrics.loss):
                 waited += time.perf_counter() - start
@@ -353,11 +409,13 @@ class Trainer:
             metrics = self._use(batch)
         self.done += 1
         self._read(before)
-        return _Running(self.done, metrics, batch, tokens, waited)
+        return _Running(self.done, cast("Metrics", metrics), self._used, tokens, waited)
 
     def _use(self, batch: Batch) -> Metrics | None:
         """Call the step on the batch that was drawn; a call without an effect keeps the batch."""
-        weight = None if self.step.accumulate == 1 else _weight(self.step, batch)
+        self._used = batch
+        is_one_step = self.step.accumulate == 1 or self.step.joins
+        weight = None if is_one_step else _weight(self.step, batch)
         updates, pending = self.step.updates, self.step.pending
         try:
             metrics = self.step(batch.inputs, batch.targets, extras=batch.extras, weight=weight)
@@ -371,14 +429,23 @@ class Trainer:
                 self._drawn = None
         return metrics
 
-    def _batch(self) -> Batch:
+    def _batch(self) -> Batch | None:
+        """Draw a batch; None if the data end within an update that is to be flushed."""
         if self._drawn is None:
+            pending = self.step.pending
             try:
                 self._drawn = as_batch(next(self.data))
             except StopIteration:
+                if pending and self._flush:
+                    return None
+                updates = f"{self.done} of {self.steps} updates"
+                if pending:
+                    updates += (
+                        f" and {pending} of {self.step.accumulate} calls of the next, which have "
+                        f"no effect without flush=True"
+                    )
                 raise ValueError(
-                    f"the data ended after {self.done} of {self.steps} updates; give data that "
-                    f"repeats, or fewer steps"
+                    f"the data ended after {updates}; give data that repeats, or fewer steps"
                 ) from None
         return self._drawn
 
@@ -415,6 +482,9 @@ class Trainer:
             record["metrics"] = jax.tree.map(lambda x: x.item(), metrics.aux)
         if metrics.experts is not None:
             record["experts"] = jax.tree.map(lambda x: x.tolist(), metrics.experts)
+        for name in ("learning_rate", "layer_norms"):
+            if (value := getattr(metrics, name)) is not None:
+                record[name] = jax.tree.map(float, value)
         if self.step.scaling is not None:
             record["loss_scale"] = float(metrics.loss_scale)
         if self._peak:
@@ -516,11 +586,26 @@ class Shares(NamedTuple):
     communication: float
 
 
-def predicted(model: Any) -> Shares:
-    """Predict the shares of a pipeline's step by its clock; other models have only compute."""
+def fault_of_plan(plan: Mapping[Any, Any], accumulate: int) -> str:
+    """Say what is wrong with a plan of batches for each update; "" if nothing is."""
+    if accumulate != 1:
+        return f"and accumulate={accumulate}; give one of the two"
+    is_fitting = all(is_whole(start, 0) and is_whole(plan[start], 1) for start in plan)
+    if not is_fitting or 0 not in plan:
+        return "must be {update: number}, whole numbers >= 0 and >= 1, with an entry for update 0"
+    return ""
+
+
+def predicted(model: Any, calls: int = 1) -> Shares:
+    """Predict the shares of a pipeline's step by its clock; other models have only compute.
+
+    Args:
+      calls: the number of batches that the step runs, each of M microbatches.
+    """
     if not isinstance(model, Pipeline):
         return Shares(1.0, 0.0, 0.0)
-    report = simulate(model.schedule, **model.plan.clock)
+    plan = with_microbatches(model.plan, calls * model.num_microbatches)
+    report = simulate(plan.schedule, **plan.clock)
     whole = report.makespan * len(report.work)
     sent = sum(part["communication"] for part in report.explain().parts) / whole
     compute = min(1.0, sum(report.work) / whole)

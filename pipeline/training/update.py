@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from pipeline.base.tree import times
 from pipeline.layers import ExpertState
-from pipeline.layers_view.view import layer_view
+from pipeline.layers_view.view import key_name, layer_view
+from pipeline.optimizer import shard_optimizer
 from pipeline.pipeline import Pipeline
+from pipeline.training.layer_names import layer_of, number_layers
 from pipeline.training.scaling import Scalars, ScaleRule, global_norm, wide
 from pipeline.training.state import StepState, with_replaced
 
@@ -36,6 +39,9 @@ class Metrics(NamedTuple):
       in_a_row: the number of updates skipped since the last update that was finite.
       aux: with ``has_aux``, the metrics of the model's loss over all accumulated calls; else None.
       experts: the load balance of mixtures of experts that count choices (`balance_of`); else None.
+      learning_rate: the learning rate of this update, if it is known (`Step`); else None.
+      layer_norms: with ``layer_norms``, the norm of the gradients of each layer, before they are
+        clipped, by the name of the layer; else None.
     """
 
     loss: jax.Array
@@ -47,6 +53,8 @@ class Metrics(NamedTuple):
     in_a_row: jax.Array
     aux: Tree = None
     experts: Tree = None
+    learning_rate: jax.Array | None = None
+    layer_norms: dict[str, jax.Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ class Update:
       scale: the rule of the loss scale, which an update sets anew.
       clip: the maximum global norm of the gradients, or None.
       decay: the decay of the running mean of the weights.
+      rate: the learning rate, or its schedule, that the optimizer was made with, or None.
+      layer_norms: a function of gradients that returns their norms by layer, or None.
     """
 
     state: StepState
@@ -64,6 +74,8 @@ class Update:
     wrt: Any
     clip: float | None
     decay: float
+    rate: float | optax.Schedule | None = None
+    layer_norms: Callable[[Tree], dict[str, jax.Array]] | None = None
 
     def update(
         self,
@@ -81,7 +93,9 @@ class Update:
         that this call has written, by number. Gradients and ``loss`` are unscaled.
         """
         model, optimizer = self.state.merge(with_replaced(before, written or {}))
-        norm = global_norm(grads)
+        norm, applied = global_norm(grads), scalars["updates"] - scalars["skipped"]
+        rate = _scheduled_rate(self.rate, optimizer.opt_state, applied)
+        layer_norms = None if self.layer_norms is None else self.layer_norms(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if self.clip is not None:
             factor = jnp.where(norm > self.clip, self.clip / norm, 1.0)
@@ -95,15 +109,66 @@ class Update:
             mean = jax.tree.map(lambda new, old: jnp.where(finite, new, old), averaged, mean)
         leaves = self.state.split_update(before, model, optimizer, finite)
         mean = None if mean is None else self.state.place_like_weights(mean)
+        rate = _injected_rate(optimizer.opt_state) if rate is None else rate
         scale, scalars = scalars["scale"], self.scale.after(scalars, finite)
         if isinstance(self.state.everywhere, NamedSharding):
             scalars = jax.lax.with_sharding_constraint(scalars, self.state.everywhere)
         updates, skipped, in_a_row = (scalars[n] for n in ("updates", "skipped", "in_a_row"))
         experts = balance_of(model)
-        metrics = Metrics(loss, norm, finite, scale, updates, skipped, in_a_row, aux, experts)
+        counts = updates, skipped, in_a_row
+        metrics = Metrics(loss, norm, finite, scale, *counts, aux, experts, rate, layer_norms)
         if self.state.is_by_mesh:  # each process reads them
             metrics = jax.lax.with_sharding_constraint(metrics, self.state.everywhere)
         return leaves, mean, scalars, metrics
+
+
+def _scheduled_rate(
+    rate: float | optax.Schedule | None, state: Tree, applied: jax.Array
+) -> jax.Array | None:
+    """Compute the learning rate of an update from its schedule; None without a schedule.
+
+    Args:
+      rate: the argument of `Step`.
+      state: the optimizer's state before the update, which has the count of its own schedule.
+      applied: the count, if the state has none or several: of updates that were not skipped.
+    """
+    if rate is None or not callable(rate):
+        return None if rate is None else jnp.float32(rate)
+    states = optax.tree.get_all_with_path(state, "ScaleByScheduleState")
+    count = states[0][1].count[...] if len(states) == 1 else applied
+    return jnp.asarray(rate(count), jnp.float32)
+
+
+def _injected_rate(state: Tree) -> jax.Array | None:
+    """Read the rate of `optax.inject_hyperparams` after an update; None if there is not one."""
+    injected = optax.tree.get_all_with_path(state, "learning_rate")
+    rates: list[jax.Array] = [x[...] for _, x in injected if isinstance(x, nnx.Variable)]
+    return rates[0] if len(rates) == 1 else None
+
+
+def layer_norms_of(model: nnx.Module) -> Callable[[Tree], dict[str, jax.Array]]:
+    """Make a function of a model's gradients that returns their norm for each layer.
+
+    Layers have the names that checkpoints give them. Nothing but numbers is sent between ranks: the
+    norms of a pipeline are computed as the state of an optimizer, on layers where they are.
+    """
+    numbers = number_layers(model)
+
+    def norms(layers: Tree) -> dict[str, jax.Array]:
+        groups: dict[str, list[jax.Array]] = {}
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(layers):
+            groups.setdefault(layer_of(tuple(map(key_name, keys)), numbers), []).append(leaf)
+        return {name: global_norm(leaves) for name, leaves in groups.items()}
+
+    if not isinstance(model, Pipeline):
+        return norms
+    keep = optax.GradientTransformation(norms, lambda grads, _, __=None: (grads, norms(grads)))
+    sharded = shard_optimizer(keep, model)
+
+    def by_layer(grads: Tree) -> dict[str, jax.Array]:
+        return sharded.update(grads, sharded.init(grads))[1]
+
+    return by_layer
 
 
 def mean_like(weights: Tree) -> Tree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 from collectives import make_mesh
-from pipeline import CrossEntropy, Pipeline, split
+from pipeline import CrossEntropy, Pipeline, generate, split
 from pipeline.training.step import Step
 from tests.support import models
 from tests.support.models import Block
@@ -116,6 +117,29 @@ SLIPS = {
             "returns the input of the next stage"
         ),
     ),
+    "tokens of more than 32 bits": (
+        lambda: make().loss(np.full((8, 8), 2**40), T),
+        (
+            "inputs has the integer 1099511627776, which JAX would wrap to int32: give tokens of "
+            "the vocabulary, or other numbers of int32, or set jax_enable_x64"
+        ),
+    ),
+    "extras of more than 32 bits": (
+        lambda: make(stages=models.build(Masked, 2)).loss(
+            X, T, extras={"mask": np.full((8, 1), -(2**33))}
+        ),
+        (
+            "extras['mask'] has the integer -8589934592, which JAX would wrap to int32: give "
+            "tokens of the vocabulary, or other numbers of int32, or set jax_enable_x64"
+        ),
+    ),
+    "prompts of more than 32 bits": (
+        lambda: generate(make(), np.full((8, 4), 2**40), 2),
+        (
+            "prompts has the integer 1099511627776, which JAX would wrap to int32: give tokens of "
+            "the vocabulary, or other numbers of int32, or set jax_enable_x64"
+        ),
+    ),
     "an optax transformation as optimizer": (
         lambda: Step(make(), optax.sgd(0.1)),
         (
@@ -170,3 +194,15 @@ def test_weights_that_no_data_shards_divide_are_warned_of(data_parallel):
 def test_described_inputs_need_no_targets_that_the_loss_ignores():
     pipe = make(loss_fn=lambda y, _: jnp.mean(y**2))
     assert "bytes per rank" in pipe.describe(X, ())
+
+
+def test_a_function_between_blocks_has_its_own_name():
+    """Issue 71: `custom_jvp_call` was said where the user had written `relu`."""
+
+    class Between(Model):
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jax.nn.relu(layer(x))
+            return x
+
+    assert "equations: relu runs between calls of blocks" in str(split(Between(), 2, X))

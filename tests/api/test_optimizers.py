@@ -475,3 +475,22 @@ def test_an_optimizer_of_a_module_that_holds_a_pipeline_says_where_it_is(make) -
     optimizer = make_optimizer(big.body, optax.sgd(1e-2))
     with pytest.raises(ValueError, match=r"update was given a Big, which is no Pipeline"):
         optimizer.update(big, nnx.state(big, nnx.Param))
+
+
+def test_noise_of_small_layers_is_that_of_the_plain_model() -> None:
+    """Issue 71: keys of rows that are computed by different equations had no common dtype."""
+    stages = [nnx.Linear(4, 4, rngs=nnx.Rngs(k)) for k in range(2)]
+    pipe = Pipeline(stages, 2, mesh=make_mesh(stage=2), loss_fn=models.squares)
+    tx = optax.noisy_sgd(0.1, key=jax.random.key(0))
+    optimizer = make_optimizer(pipe, tx)
+    x = models.rows(8, width=4)
+    _, grads = pipe.value_and_grad(x, x)
+    weights, layers = (
+        nnx.as_pure(pipe.to_layers(tree)) for tree in (nnx.state(pipe, nnx.Param), grads)
+    )
+    updates, _ = tx.update(layers, tx.init(weights), weights)
+    optimizer.update(pipe, grads)
+    found = nnx.as_pure(pipe.to_layers(nnx.state(pipe, nnx.Param)))
+    wanted = optax.apply_updates(weights, updates)
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert_close(a, b)

@@ -516,3 +516,24 @@ def test_a_source_without_a_position():
 )
 def test_what_is_refused(make, text):
     assert refusal(make) == text
+
+
+@pytest.mark.parametrize("engine", ["scan", pytest.param("programs", marks=pytest.mark.slow)])
+def test_a_mean_over_padded_rows_is_warned_of(engine):
+    """Issue 71: a loss that does not read its targets counted the rows of padding in silence."""
+    batch = pad(Batch(models.rows(5), models.rows(5)), 8)
+
+    def make(loss_fn):
+        stages = models.build(models.Block, 2)
+        return Pipeline(stages, 4, mesh=make_mesh(stage=2), loss_fn=loss_fn, engine=engine)
+
+    with pytest.warns(UserWarning, match="loss_fn=masked") as caught:
+        make(lambda y, t: jnp.mean(y**2)).loss(batch.inputs, batch.targets)
+    assert [str(one.message) for one in caught] == [
+        (
+            "targets are padded, and the loss is a mean that counts the rows of padding: give "
+            "loss_fn=masked(loss_fn), with masked from pipeline.training.batches, or return (sum, "
+            "weight) with the weights of targets.counts"
+        )
+    ]
+    make(masked(models.squares)).loss(batch.inputs, batch.targets)

@@ -609,7 +609,8 @@ def test_a_checkpoint_of_another_model_names_what_differs(run: Path) -> None:
     before = model.weight
     assert refusal(checkpoints.restore, model) == (
         f"{folder} holds model.linear.kernel as float32[4,3], and what is restored has "
-        f"float32[5,3]; it is a checkpoint of another model: give the model that was saved"
+        f"float32[5,3]; it is a checkpoint of another model: give the model that was saved, or "
+        f"ignore=('model.linear',) to leave it as it is given"
     )
     np.testing.assert_array_equal(model.weight, before)
     half = Small(0)
@@ -623,7 +624,7 @@ def test_a_checkpoint_of_another_model_names_what_differs(run: Path) -> None:
     more.extra = nnx.Param(jnp.ones(2))
     assert refusal(checkpoints.restore, more) == (
         f"{folder} has nothing for model.extra, float32[2]; it is a checkpoint of another model: "
-        f"give the model that was saved"
+        f"give the model that was saved, or ignore=('model.extra',) to leave it as it is given"
     )
     assert "has nothing for model.bias, float32[3], and 6 more differ" in refusal(
         checkpoints.restore, Small(0).linear
@@ -632,7 +633,7 @@ def test_a_checkpoint_of_another_model_names_what_differs(run: Path) -> None:
     del less.nothing
     assert refusal(checkpoints.restore, less) == (
         f"{folder} holds model.nothing, float32[0,3], which has no place in what is restored; give "
-        f"the model that was saved"
+        f"the model that was saved, or ignore=('model.nothing',) to leave it as it is given"
     )
 
 
@@ -672,8 +673,8 @@ def test_all_of_a_checkpoint_has_a_place(tmp_path: Path) -> None:
             (
                 {"optimizer": optimizer, "plain": {"scale": 0}, "ignore": ("model",)},
                 (
-                    "ignore=('model',): must be a tuple of 'optimizer', 'shaped', 'plain', 'data', "
-                    "what of a checkpoint is not restored"
+                    "ignore=('model',): must be a tuple of 'optimizer', 'shaped', 'plain', 'data' "
+                    "and names such as 'model.head', what of a checkpoint is not restored"
                 ),
             ),
             (

@@ -25,7 +25,7 @@ def blocks(language: str, *, fine_tuning: bool = False) -> list[str]:
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_page_runs_as_printed(capsys):
     names: dict[str, Any] = {}
-    assert len(blocks("python")) == 7
+    assert len(blocks("python")) == 9
     for block in blocks("python"):
         exec(compile(block, "docs/training.md", "exec"), names)
     assert len(names["trainer"].losses) == 5

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives.compat import concrete
 from pipeline.base.axes import PARTS, Axes, axes_in
-from pipeline.base.tree import Tree, shape_text
+from pipeline.base.tree import Tree, check_integers, shape_text
 from pipeline.core.model.model import Batch
 from pipeline.core.placement.distribute import distribute
 
@@ -124,15 +124,19 @@ def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
     """
 
     def as_numpy(name: str, path: Any, leaf: Any) -> Any:
+        text = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(leaf, _TAKEN) or not hasattr(leaf, "__array__"):
+            check_integers(text, leaf)
             return leaf
         try:
-            return np.asarray(leaf)
+            array = np.asarray(leaf)
         except Exception as error:  # any exception of the other library
             raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__} of {leaf.dtype} "
-                f"that numpy.asarray cannot read ({error}); give an array that it can"
+                f"{text} is a {type(leaf).__name__} of {leaf.dtype} that numpy.asarray cannot read "
+                f"({error}); give an array that it can"
             ) from error
+        check_integers(text, array)
+        return array
 
     return tuple(
         jax.tree_util.tree_map_with_path(functools.partial(as_numpy, name), tree)

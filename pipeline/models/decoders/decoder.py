@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -230,7 +231,7 @@ class Embedding(VocabularyEmbedding):
 
 @dataclass(frozen=True)
 class LogitFactors:
-    """The factors of logits, from which `next_token_loss` computes logits in chunks of words.
+    """The factors of logits, from which a loss computes logits in chunks of words.
 
     Attributes:
       x: `[b, t, d]`.
@@ -243,6 +244,11 @@ class LogitFactors:
     table: jax.Array
     chunks: int = field(metadata={"static": True})
     words: int = field(metadata={"static": True})
+
+    def losses(self, labels: jax.Array, **options: Any) -> jax.Array:
+        """Compute the cross entropy of each token, with options of `linear_cross_entropy`."""
+        how: dict[str, Any] = {"chunks": self.chunks, "vocabulary": self.words}
+        return linear_cross_entropy(self.x, self.table, labels, **how, **options)
 
 
 jax.tree_util.register_dataclass(LogitFactors)
@@ -331,7 +337,8 @@ def build(
         ``Pipeline(..., batch=P("data", "context"))``; by default sequences are whole.
       mtp: [K] the number of modules for multi-token prediction of each stage, after all blocks; by
         default the last stage has all.
-      loss_chunks: for training with `next_token_loss`: a divisor of a rank's number of words.
+      loss_chunks: for training with `next_token_loss` or `CrossEntropy`: a divisor of a rank's
+        number of words.
         Logits are computed in this number of parts, recomputed in the backward, and not kept.
         ``pipe(inputs)`` then returns `LogitFactors`; None computes all logits at once.
 
@@ -467,16 +474,11 @@ def next_token_loss(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
         )
     in_chunks = isinstance(logits, LogitFactors)
     check_targets(targets, logits.x if in_chunks else logits)
-    losses_of: Any = _losses_in_chunks if in_chunks else vocabulary_cross_entropy
+    losses_of = logits.losses if in_chunks else partial(vocabulary_cross_entropy, logits)
     if isinstance(targets, tuple | list):
         words, counts = words_and_counts(targets)
-        return (losses_of(logits, words) * counts).sum(), counts.sum()
-    return losses_of(logits, targets).sum(), (targets != IGNORED).sum()
-
-
-def _losses_in_chunks(logits: LogitFactors, words: jax.Array) -> jax.Array:
-    how: dict[str, Any] = {"chunks": logits.chunks, "vocabulary": logits.words}
-    return linear_cross_entropy(logits.x, logits.table, words, **how)
+        return (losses_of(words) * counts).sum(), counts.sum()
+    return losses_of(targets).sum(), (targets != IGNORED).sum()
 
 
 def split_layers(layers: int, num_stages: int) -> list[int]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from collectives import STAGE, vary
 from pipeline.base.arguments import is_whole
-from pipeline.base.tree import Tree, signature
+from pipeline.base.tree import Tree, check_integers, signature
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement import meshes
@@ -307,6 +307,7 @@ def _check_pipe(pipe: Any, *, has_caches: bool) -> None:
 
 
 def _check_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
+    check_integers("prompts", prompts)
     tokens = jnp.asarray(prompts)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
         raise ValueError(

@@ -48,7 +48,7 @@ class Orbax:
         Leaves are read in groups, so that a process holds only a part of the model.
         """
         left = Counter(id(leaf.cell) for leaf in leaves.values())
-        with _entered(model):
+        with entered_by(model):
             for group in _groups(leaves):
                 filled = {path: leaf for path, leaf in group if math.prod(leaf.shape)}
                 wanted = {path: _wanted(leaf, model) for path, leaf in filled.items()}
@@ -73,14 +73,14 @@ class Orbax:
 def read_leaves(leaves: Mapping[str, LayerLeaf], model: Any) -> dict[str, Any]:
     """Copy all leaves into the tree that `Orbax.save` writes; Orbax refuses empty arrays."""
     arrays: dict[tuple[str, ...], Any] = {}
-    with _entered(model):
+    with entered_by(model):
         for name, leaf in leaves.items():
             if math.prod(leaf.shape):
                 arrays[tuple(name.split("."))] = _for_all(leaf.read(), model)
     return unflatten_mapping(arrays)
 
 
-def _entered(model: Any) -> Any:
+def entered_by(model: Any) -> Any:
     if isinstance(model, Pipeline):
         return entered(model.plan.mesh, model.plan.home)
     return contextlib.nullcontext()

@@ -18,14 +18,15 @@ import math
 import operator
 import pathlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+import optax
 from flax import nnx
-from flax.nnx.traversals import flatten_mapping
 
-from pipeline.base.arguments import is_whole
+from collectives.transfer import is_elsewhere
+from pipeline.base.arguments import hint_at, is_whole
 from pipeline.base.tree import Tree
 from pipeline.layers_view.leaves import (
     LayerLeaf,
@@ -35,10 +36,11 @@ from pipeline.layers_view.leaves import (
     shaped_leaves,
     tree_leaves,
 )
-from pipeline.layers_view.view import layer_view
+from pipeline.layers_view.view import key_name
 from pipeline.optimizer import PipelineOptimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.checkpoints.together import everyone
+from pipeline.training.layer_names import name_layer, number_layers
 
 Path = tuple[Any, ...]
 Part = Literal["optimizer", "shaped", "plain", "data"]
@@ -63,9 +65,7 @@ class Contents:
     ) -> None:
         self.model = model
         self.leaves: dict[str, LayerLeaf] = {}
-        stages = enumerate(_parameters_of_stages(model))
-        layers = [(k, *path) for k, paths in stages for path in _layers_among(paths)]
-        self._numbers = {layer: number for number, layer in enumerate(layers)}
+        self._numbers = number_layers(model)
         self._add("model", _model_leaves(model))
         if optimizer is not None:
             self._add("optimizer", _optimizer_leaves(model, optimizer))
@@ -81,7 +81,7 @@ class Contents:
         parts = Counter(map(_in_model, (leaf.path for leaf in found)))
         for leaf in found:
             own = _in_model(leaf.path)
-            path = own if own and parts[own] == 1 else _by_layers(leaf.path, self._numbers)
+            path = own if own and parts[own] == 1 else name_layer(leaf.path, self._numbers)
             name = ".".join(map(str, (prefix, *path)))
             if name in self.leaves:
                 raise ValueError(
@@ -99,49 +99,6 @@ def _in_model(path: Path) -> Path:
     if first < 0 or path[first] not in SEVERAL:
         return ()
     return (*path[:first], *path[at:])
-
-
-def _by_layers(path: Path, numbers: Mapping[Path, int]) -> Path:
-    """Replace the stage in a path, if there is one, by the layer's number."""
-    first = path.index("stages") if "stages" in path else len(path)
-    rest = path[first + 1 :]
-    for n in range(1, len(rest) + 1):
-        if (layer := numbers.get(rest[:n])) is not None:
-            return (*path[:first], "layers", layer, *rest[n:])
-    return path
-
-
-def _layers_among(paths: list[Path]) -> list[Path]:
-    """Return the paths of a stage's layers; () if the stage is one layer."""
-    if not paths:
-        return [()]
-    n = 0
-    while all(len(path) > n and path[n] == paths[0][n] for path in paths):
-        if isinstance(paths[0][n], int):
-            break
-        n += 1
-    if not all(len(path) > n + 1 and isinstance(path[n], int) for path in paths):
-        return [()]
-    found = []
-    for number in sorted({path[n] for path in paths}):
-        inner = [path[n + 1 :] for path in paths if path[n] == number]
-        found += [(*paths[0][:n], number, *prefix) for prefix in _layers_among(inner)]
-    return found
-
-
-def _parameters_of_stages(model: Any) -> list[list[Path]]:
-    if isinstance(model, Pipeline):
-        return [[*map(tuple, flatten_mapping(stage))] for stage in layer_view(model).tree["stages"]]
-    if isinstance(model, nnx.Module):
-        flat: list[Path] = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-        held = [path[1:] for path in flat if path[0] == "stages" and isinstance(path[1], int)]
-        count = 1 + max((path[0] for path in held), default=-1)
-        return [[path[1:] for path in held if path[0] == k] for k in range(count)]
-    stages = model.get("stages", ()) if isinstance(model, Mapping) else ()
-    return [
-        [tuple(path) for path, _ in nnx.to_flat_state(nnx.state(stage, nnx.Param))]
-        for stage in stages
-    ]
 
 
 def _model_leaves(model: Any) -> Iterator[LayerLeaf]:
@@ -304,32 +261,114 @@ def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
 
 
 def check_ignored(ignore: Collection[str]) -> None:
-    """Check the names of a checkpoint's parts that are not to be restored."""
+    """Check the names of what is not to be restored: parts of a checkpoint, and paths of leaves."""
     known = get_args(Part)
-    for part in [ignore] if isinstance(ignore, str) else ignore:
-        if part not in known or isinstance(ignore, str):
+    for name in [ignore] if isinstance(ignore, str) else ignore:
+        part, _, path = str(name).partition(".")
+        fits = path and part in ("model", "optimizer", "shaped")
+        if isinstance(ignore, str) or not (name in known or fits):
             raise ValueError(
-                f"ignore={ignore!r}: must be a tuple of {', '.join(map(repr, known))}, what of a "
-                f"checkpoint is not restored"
+                f"ignore={ignore!r}: must be a tuple of {', '.join(map(repr, known))} and names "
+                f"such as 'model.head', what of a checkpoint is not restored"
             )
 
 
-def check_same(
+def select_leaves(
     folder: pathlib.Path,
     said: Mapping[str, Any],
     state: Contents,
-    given: Mapping[str, Any],
     ignore: Collection[str],
-) -> None:
-    """Check that a checkpoint and the given objects have the same leaves and values."""
+    *,
+    strict: bool,
+) -> tuple[dict[str, LayerLeaf], dict[str, str]]:
+    """Choose the leaves to restore.
+
+    Returns:
+      The leaves by name, and for each leaf that is left, although its part of the checkpoint is
+      restored, a line of text by its name.
+
+    Raises:
+      ValueError: a leaf differs, and may not be left.
+    """
+    parts = get_args(Part)
     saved = {
         name: leaf for name, leaf in said["leaves"].items() if name.partition(".")[0] not in ignore
     }
-    own = {name: _described(leaf) for name, leaf in state.leaves.items()}
-    wrong = [name for name in own | saved if saved.get(name) != own.get(name)]
-    if wrong:
+    given = {name: _described(leaf) for name, leaf in state.leaves.items()}
+    named = {path: {n for n in given | saved if _is_at(n, path)} for path in {*ignore} - {*parts}}
+    for path, names in named.items():
+        if not names:
+            modules = {_module_of(name) for name in given | saved}
+            raise ValueError(
+                f"ignore={ignore!r}: neither {folder} nor what is restored has leaves of {path}"
+                f"{hint_at(path, modules)}"
+            )
+    different = {name for name in given | saved if saved.get(name) != given.get(name)}
+    may_differ = set() if strict else {n for n in different if n.partition(".")[0] in parts}
+    left = may_differ.union(*named.values())
+    if wrong := [name for name in given | saved if name in different - left]:
         more = f", and {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
-        raise ValueError(f"{folder} {_different(wrong[0], saved, own, more)}")
+        raise ValueError(f"{folder} {_different(wrong, saved, given, more)}")
+    lines = {
+        name: f"{name}: {_typed(saved[name]) if name in saved else 'nothing'} in the checkpoint, "
+        f"{_typed(given[name]) + ' stays' if name in given else 'and no place for it'}"
+        for name in given | saved
+        if name in left
+    }
+    return {name: leaf for name, leaf in state.leaves.items() if name not in left}, lines
+
+
+def start_means(
+    state: Contents, left: Collection[str], ignore: Collection[str]
+) -> dict[str, LayerLeaf]:
+    """Set the leaves of means that are left to the model's weights, which are restored already.
+
+    The result has these leaves by name; their arrays are not stored yet.
+    """
+    names = [n for n in left if n.startswith("shaped.") and n in state.leaves]
+    names = [name for name in names if not any(_is_at(name, path) for path in ignore)]
+    weights = Contents(state.model, None, None).leaves if names else {}
+    means = {}
+    for name in names:
+        mean = state.leaves[name]
+        if is_elsewhere(mean.cell.value):
+            continue
+        weight = weights.get(f"model.{name.split('.', 2)[2]}")
+        if weight is not None and weight.shape == mean.shape:
+            mean.write(weight.read().astype(mean.cell.value.dtype))
+            means[name] = mean
+    return means
+
+
+def _is_at(name: str, path: str) -> bool:
+    """Tell whether a leaf is at a path, or is a moment or a mean of a leaf of the model there."""
+    part, _, rest = name.partition(".")
+    of, _, inner = path.partition(".")
+    return f"{name}.".startswith(f"{path}.") or (
+        of == "model" != part and f".{inner}." in f".{rest}."
+    )
+
+
+def _module_of(name: str) -> str:
+    """Return the path of a leaf's layer, or its first two names if it is in no layer."""
+    names = name.split(".")
+    return ".".join(names[: 3 if names[1:2] == ["layers"] else 2])
+
+
+def schedule_counts(optimizer: nnx.Optimizer[Any]) -> dict[str, nnx.Variable[Any]]:
+    """Return the counts that optax's schedules of hyperparameters have in a state, by name."""
+    found = {}
+    for kind in ("ScaleByScheduleState", "WrappedScheduleState"):
+        for keys, state in optax.tree.get_all_with_path(optimizer.opt_state, kind):
+            path = map(str, map(key_name, keys))
+            found[".".join(("optimizer.opt_state", *path, "count"))] = state.count
+    return found
+
+
+def check_same(
+    folder: pathlib.Path, said: Mapping[str, Any], given: Mapping[str, Any], ignore: Collection[str]
+) -> None:
+    """Check that a checkpoint has the values that are given, and no others."""
     for part, value in given.items():
         if part in ignore:
             continue
@@ -352,9 +391,16 @@ def check_same(
                 )
 
 
-def _different(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], more: str) -> str:
-    part = name.partition(".")[0]
+def _different(
+    wrong: Sequence[str], saved: Mapping[str, Any], own: Mapping[str, Any], more: str
+) -> str:
+    name, part = wrong[0], wrong[0].partition(".")[0]
     leave = f", or ignore=({part!r},) to leave it there" if part in get_args(Part) else ""
+    if leave and any(other.startswith(f"{part}.") for other in own):
+        leave += ", or strict=False to keep what fits"
+    modules = {_module_of(other) for other in wrong if other.startswith("model.")}
+    if part == "model" and len(modules) == 1 and len(wrong) < len(own):
+        leave = f", or ignore=({modules.pop()!r},) to leave it as it is given"
     remedy = f"give the {part} that was saved{leave}"
     if name not in own:
         return (

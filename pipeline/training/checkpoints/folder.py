@@ -29,7 +29,7 @@ from flax import nnx
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
 from pipeline.training.checkpoints import contents, lock, manifest
-from pipeline.training.checkpoints.arrays import Orbax, read_leaves
+from pipeline.training.checkpoints.arrays import Orbax, entered_by, read_leaves
 from pipeline.training.checkpoints.contents import Contents
 from pipeline.training.checkpoints.manifest import DamagedError
 from pipeline.training.checkpoints.together import everyone, from_first
@@ -38,6 +38,7 @@ from schedules.core.capacity import bytes_text
 
 MARK = "shardpipe-checkpoints.json"  # in every folder of checkpoints; other folders are refused
 ARRAYS = "arrays"
+SHOWN = 20  # leaves that are not restored, of which each has a line
 STEP = "step_([0-9]{9}|[1-9][0-9]{9,})"
 
 # Python 3.12.0 to 3.12.2 start no thread once the main thread has ended (CPython issue 113964).
@@ -110,6 +111,20 @@ class Checkpoints:
             for path in self._folder.glob("step_*")
             if re.fullmatch(STEP, path.name) and path.is_dir()
         )
+
+    def check(
+        self,
+        model: Any,
+        optimizer: nnx.Optimizer[Any] | None = None,
+        *,
+        shaped: Mapping[str, Tree] | None = None,
+    ) -> None:
+        """Check, before a run starts, that its leaves have names, as `save` needs.
+
+        Raises:
+          ValueError: two leaves have one name, because a name has a dot; or an unknown model.
+        """
+        Contents(model, optimizer, shaped)
 
     def save(
         self,
@@ -221,7 +236,8 @@ class Checkpoints:
         plain: dict[str, Any] | None = None,
         data: Any = None,
         step: int | None = None,
-        ignore: Collection[contents.Part] = (),
+        ignore: Collection[str] = (),
+        strict: bool = True,
     ) -> int | None:
         """Restore a model, and the other given objects, from a checkpoint.
 
@@ -237,8 +253,12 @@ class Checkpoints:
           data: an iterator with ``set_state(state)``. If processes had different positions in their
             data, the number of processes must be the same as at the save.
           step: the step of the checkpoint; by default the newest good checkpoint.
-          ignore: the parts of the checkpoint that are not restored, of "optimizer", "shaped",
-            "plain" and "data". Given objects of these parts stay as they are.
+          ignore: what is not restored and stays as it is given: parts, of "optimizer", "shaped",
+            "plain" and "data", and modules or leaves by name, such as "model.head" for a new head,
+            with their moments and means. Leaves of restored parts that are left are printed.
+          strict: False leaves the leaves of optimizer and ``shaped`` that differ in name, shape or
+            dtype, and prints them: another optimizer, or more trained layers, keep the moments that
+            fit. A schedule that the checkpoint lacks continues at the optimizer's step.
 
         Returns:
           The step; None if the folder has no checkpoint.
@@ -262,11 +282,30 @@ class Checkpoints:
         )
         trees = None if shaped is None else dict(shaped)
         state = Contents(model, optimizer, trees)
-        given = {"plain": plain, "data": data}
-        contents.check_same(folder, said, state, given, ignore)
+        leaves, left = contents.select_leaves(folder, said, state, ignore, strict=strict)
+        contents.check_same(folder, said, {"plain": plain, "data": data}, ignore)
         if data is not None:  # it may refuse its state, so it comes before any change
             data.set_state(contents.own_position(folder, said["data"]))
-        self._orbax.load(folder / ARRAYS, state.leaves, model)
+        of_model = {name: leaf for name, leaf in leaves.items() if name.startswith("model.")}
+        self._orbax.load(folder / ARRAYS, of_model, model)
+        with entered_by(model):
+            means = contents.start_means(state, left, ignore)
+            others = {name: leaf for name, leaf in leaves.items() if name not in of_model}
+            self._orbax.load(folder / ARRAYS, others, model)
+            for name, mean in means.items():
+                left[name] = left[name].replace(" stays", ", which starts at the weights")
+                if mean.cell.value is not None:
+                    mean.cell.store()
+        if optimizer is not None and not strict:
+            for name, count in contents.schedule_counts(optimizer).items():
+                if name in left:
+                    left[name] = left[name].replace(" stays", ", which continues at the step")
+                    steps = optimizer.step.get_value().astype(count.dtype)
+                    count.set_value(jax.device_put(steps, count.get_value().sharding))
+        if left and jax.process_index() == 0:
+            more = [f"and {len(left) - SHOWN} more"] if len(left) > SHOWN else []
+            lines = [*left.values()][:SHOWN]
+            _tell([f"{folder}: {len(left)} leaves are not restored", *lines, *more])
         if shaped is not None and trees is not None:
             shaped.update(trees)
         if plain is not None:
@@ -476,9 +515,9 @@ def _end(checkpoints: weakref.ref[Checkpoints]) -> None:
         _tell([str(error)])
 
 
-def _tell(failures: list[str]) -> None:
-    """Write failures of saves to standard error if no later call has reported them."""
-    for text in failures:
+def _tell(lines: list[str]) -> None:
+    """Write lines to standard error, such as failures of saves that no later call reports."""
+    for text in lines:
         sys.stderr.write(f"{text}\n")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.arguments import hint_at
+from pipeline.base.arguments import hint_at, is_whole
 from pipeline.base.chips import CHIPS
 from pipeline.base.precision import MOST, TINY
 from pipeline.config import ParallelRun, PipelineOptions
@@ -132,12 +132,14 @@ def _faults_of(config: Config) -> list[str]:
 def _sizes(config: Config) -> list[str]:
     run, optimizer = config.run, config.optimizer
     interval = 0 if config.evaluation is None else config.evaluation.interval
+    patience = None if config.evaluation is None else config.evaluation.patience
     least = {
         "run.steps": (run.steps, 1),
         "run.checkpoint_interval": (run.checkpoint_interval, 0),
         "run.keep": (run.keep, 1),
         "run.stop_after": (run.stop_after, 1),
         "evaluation.interval": (interval, 0),
+        "evaluation.patience": (patience or 1, 1),
         "optimizer.accumulate": (optimizer.accumulate, 1),
     }
     faults = [
@@ -157,6 +159,10 @@ def _sizes(config: Config) -> list[str]:
         for name, value in positive.items()
         if value is not None and not TINY <= value <= MOST
     ]
+    if config.evaluation is not None and not 0 <= config.evaluation.min_delta < np.inf:
+        faults.append(
+            f"evaluation.min_delta={config.evaluation.min_delta}: must be a finite number >= 0"
+        )
     if (ema := optimizer.ema) is not None and not (ema >= TINY and float(np.float32(ema)) < 1):
         faults.append(f"optimizer.ema={ema}: must be a decay between 0 and 1 in float32")
     if run.chip is not None and run.chip not in CHIPS:
@@ -229,6 +235,13 @@ def _of_optimizer(config: Config) -> list[str]:
             "optimizer.learning_rate and optimizer.schedule: give one of the two, a number or the "
             "name and arguments of a schedule of optax"
         )
+    if (plan := own.batches_per_update) is not None:
+        fits = all(key.isdecimal() and is_whole(plan[key], 1) for key in plan) and "0" in plan
+        if not fits or own.accumulate != 1:
+            faults.append(
+                f"optimizer.batches_per_update={plan}: must be {{ update = number of batches }}, "
+                f"with a key 0 and numbers >= 1, and without accumulate"
+            )
     if (rate := own.schedule) is not None:
         faults += _of_function(
             "optimizer.schedule", "schedule", rates(), rate.name, rate_with, rate.arguments
@@ -278,6 +291,10 @@ def _of_run(config: Config) -> list[str]:
         faults.append(
             f"run.best={run.best!r}: a checkpoint each {every} updates has no held-out loss where "
             f"evaluation.interval={known.interval}; give a divisor of {every}"
+        )
+    if known is not None and known.patience is not None and not known.interval:
+        faults.append(
+            f"evaluation.patience={known.patience}: it counts evaluations; set evaluation.interval"
         )
     if known is not None and known.ema and config.optimizer.ema is None:
         faults.append("evaluation.ema=true: there is no mean; set optimizer.ema, such as 0.999")

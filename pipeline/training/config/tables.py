@@ -73,10 +73,14 @@ class Evaluation(Source):
     Attributes:
       interval: the number of updates between evaluations; 0: only at the end.
       ema: whether the mean of the weights is evaluated.
+      patience: the number of evaluations without a lower loss after which the run ends.
+      min_delta: by how much a loss must be lower to count.
     """
 
     interval: int = 0
     ema: bool = False
+    patience: int | None = None
+    min_delta: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +103,11 @@ class Optimizer:
       clip: the largest global norm of the gradients.
       ema: the decay of a mean of the weights.
       accumulate: the number of batches for an update.
+      batches_per_update: in place of ``accumulate``, a plan of the batch size: {update: number of
+        batches of an update from there on}, which a pipeline runs as one step.
+      flush: whether data that end within an update end with an update of fewer batches.
       loss_scale: for computation in float16: a number, or "dynamic" (`DynamicScale`).
+      layer_norms: whether records have the norms of gradients by layer.
     """
 
     name: str = "adamw"
@@ -109,14 +117,25 @@ class Optimizer:
     clip: float | None = None
     ema: float | None = None
     accumulate: int = 1
+    batches_per_update: dict[str, int] | None = None
+    flush: bool = False
     loss_scale: float | Literal["dynamic"] | None = None
+    layer_norms: bool = False
+
+    def plan(self) -> dict[int, int] | None:
+        """Return the plan of the batch size, with numbers in place of TOML's keys."""
+        plan = self.batches_per_update
+        return None if plan is None else {int(start): count for start, count in plan.items()}
+
+    def rate(self) -> Any:
+        """Make the learning rate: a number, or an optax schedule."""
+        if self.schedule is None:
+            return self.learning_rate
+        return rates()[self.schedule.name](**self.schedule.arguments)
 
     def transformation(self) -> optax.GradientTransformation:
         """Make the optax transformation; the step itself clips gradients."""
-        rate: Any = self.learning_rate
-        if self.schedule is not None:
-            rate = rates()[self.schedule.name](**self.schedule.arguments)
-        return rules()[self.name](learning_rate=rate, **self.arguments)
+        return rules()[self.name](learning_rate=self.rate(), **self.arguments)
 
 
 @dataclass(frozen=True, kw_only=True)

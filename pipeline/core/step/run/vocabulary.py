@@ -30,6 +30,9 @@ from collectives import STAGE, TENSOR, axis_size, vary
 from collectives.tensor import is_manual, join_sequence, split_sequence
 from collectives.vocabulary import (
     IGNORED,
+    PLAIN,
+    Sums,
+    Terms,
     find_rows,
     logit_gradient,
     losses_of,
@@ -187,14 +190,15 @@ class VocabularyParallel:
         of_tokens = loss_fn.tokens(at(self.rank.batch.targets, microbatch))
         ids, weights = (_own_part(x, parts=self.tables.head_parts) for x in of_tokens)
         place = self._place(ids, z)
-        top, total, picked = _whole(z, place)
+        terms = Terms(loss_fn.label_smoothing, loss_fn.z_loss, self.tables.head_words)
+        top, total, picked = _whole(z, place, terms)
         counts = spoil(ids, weights, self.tables.head_words)
-        lost = losses_of(top, total, picked) * counts
+        lost = losses_of(top, total, picked, terms) * counts
         sums = lost.sum(), weights.sum()
         # If ranks of `tensor` have different positions, each has summed only its own.
         if self.tables.head_parts and is_manual(TENSOR):
             sums = total_over(sums, (TENSOR,))
-        return *sums, logit_gradient(z, *place, top, total, counts)
+        return *sums, logit_gradient(z, *place, top, total, counts, terms)
 
     def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array) -> jax.Array:
         """Add the gradient of this rank's rows; return the features' gradient, over all words."""
@@ -258,10 +262,10 @@ def _mine(ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.where(is_mine, row_of, 0), is_mine
 
 
-def _whole(z: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+def _whole(z: jax.Array, place: tuple[jax.Array, jax.Array], terms: Terms = PLAIN) -> Sums:
     """Combine [R] over all words: largest logit, sum of exponentials, the target's logit."""
     # Not `combine`: one exchange takes less time than two, and the ranks are few and send little.
-    parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place)), STAGE)
+    parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place, terms=terms)), STAGE)
     largest, totals, picked = jnp.moveaxis(parts, 1, 0)
     top = largest.max(axis=0)
     return top, (totals * jnp.exp(largest - top[None])).sum(axis=0), picked.sum(axis=0)
