@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives.everywhere import everywhere, gather_spread, spread, spread_sharding
-from pipeline.core.placement.distribute import distribute
 from pipeline.facade import entered
 from pipeline.layers_view.leaves import LayerLeaf, replicated
 from pipeline.pipeline import Pipeline
@@ -89,10 +88,9 @@ def entered_by(model: Any) -> Any:
 def _for_all(array: Any, model: Any) -> Any:
     """Return an array in the form in which Orbax writes it: each process has a part, or all."""
     if _has_meshes(model):
-        devices = model.plan.devices
         if isinstance(getattr(array, "sharding", None), NamedSharding):
-            return spread(array, devices)
-        return distribute(np.asarray(array), everywhere(devices))
+            return spread(array, model.plan.devices)
+        return replicated(array, everywhere(model.plan.devices).mesh)
     return replicated(array, model.plan.mesh) if _is_local(array, model) else array
 
 
