@@ -418,11 +418,6 @@ class Growth:
         return f"{whole:.4g} for random numbers together, {parts:.4g} for their parts"
 
 
-def _are_apart(losses: Sequence[float]) -> bool:
-    """Tell whether losses of parts differ: a root of nearly equal losses is nearly a mean."""
-    return max(losses) - min(losses) > 0.1 * max(map(abs, losses))
-
-
 def try_loss(start: Callable[[], Trial]) -> Growth | None:
     """Compare a loss (sum, weight) of the whole with the loss of the parts.
 
@@ -444,10 +439,12 @@ def try_loss(start: Callable[[], Trial]) -> Growth | None:
         sums, weights = (float(sum(part[n] for part in parts)) for n in range(2))
         with np.errstate(all="ignore"):
             whole, joined = float(np.divide(total, weight)), float(np.divide(sums, weights))
+            losses = [float(np.divide(*part)) for part in parts]
         if math.isfinite(whole) and math.isfinite(joined):
             if abs(whole - joined) > most * max(abs(whole), abs(joined)):
                 pairs.append((whole, joined))
-            elif _are_apart([float(np.divide(*part)) for part in parts]):
+            # A root of nearly equal losses is nearly a mean, and tells nothing.
+            elif max(losses) - min(losses) > 0.1 * max(map(abs, losses)):
                 return None
     return Growth(*zip(*pairs, strict=True)) if pairs else None
 
