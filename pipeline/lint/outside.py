@@ -5,9 +5,9 @@ method it is. So may a module's own methods. The parameters that they read keep 
 when the pipeline was made: they have no gradient and no update.
 
 A trace cannot tell: a parameter of a closure is a constant in it, just like a mask. So the names in
-compiled code are read, once, when a pipeline is made. Names show what code may use, not how: of a
-module whose attributes code names, only those count, and of a parameter whose shape code asks for,
-nothing.
+compiled code are read, once, when a pipeline is made. Names show what code may use, not how. If
+code names attributes of a module, only these attributes count. A parameter of which code reads the
+shape does not count.
 """
 
 from __future__ import annotations
