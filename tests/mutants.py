@@ -40,7 +40,9 @@ TESTS = {
     "schedules/lowering": ("tests/unit_schedules", "tests/unit_clocks", *CORE),
     "schedules/core": ("tests/unit_schedules", "tests/unit_clocks", "tests/unit_drawing"),
     "schedules/clocks": ("tests/unit_schedules", "tests/unit_clocks", "tests/parity"),
-    "pipeline/training/checkpoints": ("tests/training", "tests/layers_view"),
+    "pipeline/training/checkpoints": (
+        *("tests/training", "tests/layers_view", "tests/splitting/test_checkpoints.py"),
+    ),
 }
 FEW = 24  # tests of a mutant's line that run first
 LONGEST = 1800  # seconds of a run of tests; a mutant that needs more is killed
