@@ -176,10 +176,12 @@ def test_what_ranks_gathered(gathers):
     assert shapes(found) == sorted([(ROWS if gathers else 2 * ROWS, WIDTH), (2 * ROWS, HIDDEN)])
 
 
-def test_nothing_to_gather_again_is_said():
+@pytest.mark.parametrize("engine", ["scan", "programs"])
+def test_nothing_to_gather_again_is_said(engine):
     """Once, by what traces the step first."""
     stages = models.build(models.Block, 2)
     options = {"mesh": make_mesh(stage=2), "loss_fn": models.squares, "remat": "gathered"}
+    options["engine"] = engine
     x = jax.random.normal(jax.random.key(1), (4, models.WIDTH))
     pipe = Pipeline(stages, 2, **options)
     with warnings.catch_warnings(record=True) as told:
