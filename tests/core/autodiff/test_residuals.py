@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import TENSOR, local, make_mesh, vary
 from pipeline import Pipeline
 from pipeline.core.autodiff.accumulate import differentiate
+from pipeline.core.autodiff.jaxpr.primitives import barred
 from pipeline.core.autodiff.residuals import Residuals
 from tests.support import models
 from tests.support.close import assert_close
@@ -389,3 +390,19 @@ def test_effects_run_without_remat():
     assert len(SEEN) == 2 * M
     for total in inputs:
         assert min(abs(total - seen) for seen in SEEN) < 1e-4
+
+
+def test_only_the_repetition_of_a_checkpoint_is_kept_apart():
+    """XLA would merge it with the forward, and keep what it should compute again."""
+
+    def loss(w):
+        return jax.checkpoint(lambda w: jnp.sin(jnp.cos(w)).sum())(w)
+
+    (forward,) = jax.make_jaxpr(loss)(jnp.ones(3)).jaxpr.eqns
+    repeated = [
+        eqn
+        for eqn in jax.make_jaxpr(jax.grad(loss))(jnp.ones(3)).jaxpr.eqns
+        if eqn.primitive is forward.primitive and eqn.params["differentiated"]
+    ]
+    assert not any(barred(forward))
+    assert [any(barred(eqn)) for eqn in repeated] == [True]
