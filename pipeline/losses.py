@@ -50,7 +50,7 @@ def with_losses(f: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
 def _check_nothing_is_written(f: Callable[..., Any], arguments: Tree) -> None:
     """Refuse writes to a module among the arguments, which would not reach the caller.
 
-    `nnx.remat` and `nnx.scan` hand back new values for all variables, most of them the same.
+    `nnx.remat` and `nnx.scan` return new values for all variables, most of them equal.
     """
     leaves, treedef = jax.tree.flatten(arguments)
 
@@ -76,8 +76,8 @@ def _check_nothing_is_written(f: Callable[..., Any], arguments: Tree) -> None:
 def _closed(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:
     """Convert ``run`` to a function without captured arrays; return it and its operands.
 
-    Arrays that a traced function closes over become operands: JAX's custom derivatives take none
-    from elsewhere, and one that the body of a loop made is missing when the program runs again.
+    Arrays that a traced function closes over become operands: JAX's custom derivatives accept no
+    other arrays, and an array from the body of a loop is missing when the program runs again.
     """
     probe = jnp.zeros((), real())
     closed, like = jax.make_jaxpr(run, return_shape=True)(floats, others, probe)
@@ -94,7 +94,7 @@ def _closed(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:
 
 
 def _with_losses(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:
-    # The probe is an operand, as what `run` reads is: see `_closed`.
+    # The probe is an operand, like all arrays that `run` reads (`_closed`).
     @jax.custom_vjp
     def both(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
         return counted(lambda probe: run(floats, others, probe), probe)
@@ -112,8 +112,8 @@ def _with_losses(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any
         return (combine(like, y, y_others), added), pullback
 
     def backward(pullback: Any, ct: Any) -> Any:
-        # The pullback is affine: of values, the gradient is there whatever it is given. So it is
-        # given dy / d and its result is multiplied with d, the cotangent of what was added.
+        # The pullback of dy returns J dy + g, with the gradient g of the added losses. Wanted is
+        # J dy + d g, where d is the cotangent of their sum: d times the pullback of dy / d.
         (dy, _), d = partition(ct[0]), ct[1]
 
         def scaled() -> Leaves:

@@ -330,7 +330,7 @@ class _Layered:
             return self._tx.update(grads, state, params, **extra)
 
         view, plan = self._view, self.plan(grads if params is None else params)
-        state = on_device(state)  # of arrays that a program is given, where they lie is part of it
+        state = on_device(state)  # a program fixes the memory of its arguments
         program, (updates, state) = self._run(
             update,
             read_layers(view, grads, self._lay),

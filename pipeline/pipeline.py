@@ -563,7 +563,7 @@ class Pipeline(nnx.Module):
         from pipeline.lint.outside import warn_of_parameters_read_from_outside
         from pipeline.lint.sharding import warn_of_undivided_weights
 
-        # A plan of its own has warned of nothing yet, and has traced nothing.
+        # A new plan has given no warning yet, and has no trace.
         plan = self.plan.anew()
         _programs = plan.programs.make()  # keeps it alive: a plan has a weak reference
         ends = {"embed": self.embed, "head": self.head}

@@ -31,16 +31,18 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "mutants"
-CORE = ("tests/core", "tests/parity", "tests/api", "tests/lint")
+CORE = ("tests/core", "tests/parity", "tests/api", "tests/lint", "tests/models/layers")
 TESTS = {
     "pipeline/core/step": CORE,
     "pipeline/core/programs": CORE,
     "pipeline/core/autodiff": CORE,
     "collectives": ("tests/unit_collectives", "tests/models", "tests/parity"),
-    "schedules/lowering": ("tests/unit_schedules", "tests/unit_clocks", "tests/parity"),
+    "schedules/lowering": ("tests/unit_schedules", "tests/unit_clocks", *CORE),
     "schedules/core": ("tests/unit_schedules", "tests/unit_clocks", "tests/unit_drawing"),
     "schedules/clocks": ("tests/unit_schedules", "tests/unit_clocks", "tests/parity"),
-    "pipeline/training/checkpoints": ("tests/training", "tests/layers_view"),
+    "pipeline/training/checkpoints": (
+        *("tests/training", "tests/layers_view", "tests/splitting/test_checkpoints.py"),
+    ),
 }
 FEW = 24  # tests of a mutant's line that run first
 LONGEST = 1800  # seconds of a run of tests; a mutant that needs more is killed

@@ -109,9 +109,8 @@ class Axes:
     def leaf_specs(self, *trees: Tree) -> tuple[LeafSpecs, ...]:
         """Return the PartitionSpecs of the leaves of inputs, targets and extras.
 
-        The spec is None for a leaf without a batch axis.
-
-        If a leaf has fewer dims than its spec has entries, it gets the leading entries.
+        The spec is None for a leaf without a batch axis. A leaf with fewer dims than its spec has
+        entries gets the leading entries.
 
         Raises:
           ValueError: ``batch=`` is no prefix of a tree.

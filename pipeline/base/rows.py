@@ -144,10 +144,9 @@ class BatchPart:
     def divide_rows(self, totals: jax.Array) -> jax.Array:
         """Sum [b] values, one a sequence, and divide by the mean number of sequences of a call.
 
-        So the mean over calls is the mean over sequences.
-
-        The value of a sequence is the sum of values from its slices and from the ranks of position
-        axes. Sequences without data do not count.
+        So the mean over calls is the mean over sequences. The value of a sequence is the sum of
+        values from its slices and from the ranks of position axes. Sequences without data do not
+        count.
         """
         if self.mask is None:
             return totals.mean() * (_size(self.positions) * self._slices_per_sequence)

@@ -46,7 +46,7 @@ def add(sub: Any, name: str) -> Parser:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
-    # Whoever starts processes or asks for a plan does not load what trains.
+    # The commands `launch` and `plan` load nothing that trains.
     from pipeline.cli import run as runs
     from pipeline.processes.cluster import find
     from pipeline.training.checkpoints import CheckpointError

@@ -57,7 +57,7 @@ class ParallelConfig:
     Attributes:
       stage: S, ranks of the pipeline.
       data: D; by default W over the other axes.
-      tensor: T; the mesh has the axis also where it is 1.
+      tensor: T; the mesh has this axis also if T is 1.
       axes: further axes by name, as a mapping or as pairs, such as `{"context": 2}`.
       world_size: W, devices of all processes.
       num_processes: P; `devices_per_process` is W / P.

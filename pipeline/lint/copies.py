@@ -148,7 +148,7 @@ class Copies:
                     theirs = np.asarray(value).astype(ours.dtype)
                     if theirs.shape == ours.shape and theirs.tobytes() != ours.tobytes():
                         return ".".join([copied.name, *map(str, path)])
-                    copied.renew(path, value)  # `nnx.jit` also returns what was not written
+                    copied.renew(path, value)  # `nnx.jit` also returns unwritten values
         return ""
 
 

@@ -5,9 +5,9 @@ method it is. So may a module's own methods. The parameters that they read keep 
 when the pipeline was made: they have no gradient and no update.
 
 A trace cannot tell: a parameter of a closure is a constant in it, just like a mask. So the names in
-compiled code are read, once, when a pipeline is made. Names show what code may use, not how: of a
-module whose attributes code names, only those count, and of a parameter whose shape code asks for,
-nothing.
+compiled code are read, once, when a pipeline is made. Names show what code may use, not how. If
+code names attributes of a module, only these attributes count. A parameter of which code reads the
+shape does not count.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _search_function(path: str, function: Any, owner: Any, searched: set[Any], d
         return
     searched.add(key)
     names, values = _names(function.__code__), dict(function.__globals__)
-    values |= {name: getattr(cell, "cell_contents", None) for name, cell in _cells(function)}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    values |= {name: getattr(cell, "cell_contents", None) for name, cell in cells}
     parameters = inspect.signature(function).parameters.values()
     values |= {parameter.name: parameter.default for parameter in parameters}
     for name in names:
@@ -145,10 +146,6 @@ def _attribute(owner: Any, name: str) -> Any:
     if isinstance(value, property | functools.cached_property):
         return value.fget if isinstance(value, property) else value.func
     return value.__func__ if isinstance(value, staticmethod | classmethod) else value
-
-
-def _cells(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    return zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
 
 
 def _is_library(function: types.FunctionType) -> bool:

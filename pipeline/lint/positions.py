@@ -3,8 +3,8 @@
 Under ``slices=`` a part is called with one slice after the other; under ``batch=P("data",
 "context")`` each rank has a part of the positions. A part that mixes positions would silently
 compute something else than on whole sequences, and no shape shows it. A part has a method
-``call_slice``, or says ``mixes_positions = False``, or is a layer of flax that treats positions
-alone; any other part is tried on numbers (`pipeline.lint.trial`), once.
+``call_slice``, or says ``mixes_positions = False``, or is a layer of flax that treats each position
+by itself; any other part is tried on numbers (`pipeline.lint.trial`), once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeline.core.step.calls.rank import Rank, Slices
 from pipeline.core.step.calls.slices import CALL_SLICE
 from pipeline.lint.trial import FEW, Cut, TooLargeError, Trial, TrialError
 
-# Of differences by rounding, on normal numbers, whose sum may be small, and on positive numbers.
+# Relative errors by rounding: on normal numbers, whose sum may be small, and on positive numbers.
 _LOSS_TOLERANCES = {False: 1e-4, True: 1e-5}
 _TO_SLICE = {
     "stages": "give it a method call_slice(x, earlier, part, **extras) that returns (y, own), as "
@@ -67,8 +67,8 @@ class ModelPart:
         weights.
       weights: a function from a rank to the part's weights.
       x: the types of the input, on one rank; () for embed.
-      look: a function that returns whether the part says, or is known, to treat positions alone,
-        and whether it has a method for slices.
+      look: a function that returns whether the part says, or is known, to treat each position by
+        itself, and whether it has a method for slices.
       key: equal for parts that are one computation.
     """
 
@@ -127,7 +127,8 @@ class ModelPart:
 
         functions = list(map(on, slices[:1] if cut.axis else slices)), on(Slices())
         crop = functools.partial(_cropped, (self.x, unit_of(rank)), specs_of(rank))
-        # Losses may bound their weights from below, so one row is a trial of a large part only.
+        # A loss may bound its weight from below, and one row may have less. So all rows are tried,
+        # unless they are too many.
         *sizes, smallest = dict.fromkeys([(None, None), (1, None), (1, most)])
         for size in sizes:
             with contextlib.suppress(TooLargeError):
@@ -418,11 +419,6 @@ class Growth:
         return f"{whole:.4g} for random numbers together, {parts:.4g} for their parts"
 
 
-def _are_apart(losses: Sequence[float]) -> bool:
-    """Tell whether losses of parts differ: a root of nearly equal losses is nearly a mean."""
-    return max(losses) - min(losses) > 0.1 * max(map(abs, losses))
-
-
 def try_loss(start: Callable[[], Trial]) -> Growth | None:
     """Compare a loss (sum, weight) of the whole with the loss of the parts.
 
@@ -444,10 +440,12 @@ def try_loss(start: Callable[[], Trial]) -> Growth | None:
         sums, weights = (float(sum(part[n] for part in parts)) for n in range(2))
         with np.errstate(all="ignore"):
             whole, joined = float(np.divide(total, weight)), float(np.divide(sums, weights))
+            losses = [float(np.divide(*part)) for part in parts]
         if math.isfinite(whole) and math.isfinite(joined):
             if abs(whole - joined) > most * max(abs(whole), abs(joined)):
                 pairs.append((whole, joined))
-            elif _are_apart([float(np.divide(*part)) for part in parts]):
+            # A root of nearly equal losses is nearly a mean, and tells nothing.
+            elif max(losses) - min(losses) > 0.1 * max(map(abs, losses)):
                 return None
     return Growth(*zip(*pairs, strict=True)) if pairs else None
 

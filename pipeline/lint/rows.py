@@ -42,9 +42,14 @@ _LEAST, _MOST = 5e-4, 0.3
 
 def _trial_of_rows(rank: Rank, part: ModelPart) -> Trial:
     """Trace a part on the rows of two microbatches, together and one by one."""
-    pairs = zip(jax.tree.leaves(unit_of(rank)), specs_of(rank), strict=True)
+    unit, arrays = jax.tree.leaves(unit_of(rank)), jax.tree.leaves(part.x)
+    pairs = zip(unit, specs_of(rank), strict=True)
     dims = [0 if spec is not None and leaf.shape else None for leaf, spec in pairs]
-    x_dims = [0 if leaf.shape else None for leaf in jax.tree.leaves(part.x)]
+    # A head may also return weights, such as a table of words, which have no rows to cut. A head
+    # that flattens rows and positions returns no array of as many rows as the batch has.
+    rows = {leaf.shape[0] for leaf, dim in zip(unit, dims, strict=True) if dim == 0}
+    with_rows = [x for x in arrays if x.shape and x.shape[0] in rows] or arrays
+    x_dims = [0 if x.shape and x in with_rows else None for x in arrays]
     # A loss has all words at each position, so few positions suffice.
     return part.trial(rank, Cut((1, 1)), x_dims, dims, most=16)
 

@@ -176,8 +176,8 @@ def _misspelt(
         axis
         for module in given
         if isinstance(module, nnx.Module)
-        for variable in _variables(nnx.state(module))
-        if variable.get_metadata("pieces", None) is not None
+        for _, variable in nnx.to_flat_state(nnx.state(module))
+        if isinstance(variable, nnx.Variable) and variable.get_metadata("pieces", None) is not None
         for axis in variable.get_metadata("out_sharding", ())
         if axis is not None and axis not in mesh.axis_names
     )
@@ -190,11 +190,6 @@ def _misspelt(
         f"over its axis {' and '.join(idle.values())}, along which all devices do the same; give "
         f"layers and mesh one name for it"
     )
-
-
-def _variables(state: Any) -> list[Any]:
-    """List the variables of a state; plain arrays have no metadata and are left out."""
-    return [leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable)]
 
 
 def _is_shared(path: Sequence[Any], variable: Any) -> bool:

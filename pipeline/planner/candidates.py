@@ -185,9 +185,9 @@ def with_groups(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[Mesh
 def with_offload(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[MeshLayout]:
     """Use host memory for each layout that does not fit without it.
 
-    For a pipeline that is the smallest share of stashes that fits, or the optimizer's state and, if
-    that is not enough, such a share too. Without a pipeline it is all that blocks keep if their
-    MLPs are recomputed.
+    A pipeline moves the smallest share of its stashes with which it fits; or it moves the
+    optimizer's state and, if that is not enough, a share of stashes too. Without a pipeline all
+    values move that blocks keep if their MLPs are recomputed.
     """
     for layout in layouts:
         if layout.schedule is None:

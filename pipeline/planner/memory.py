@@ -53,7 +53,7 @@ def usable_host(job: PlannedJob) -> float:
 
 
 def fullness(job: PlannedJob, layout: MeshLayout) -> float:
-    """Return the larger share of usable bytes that a layout takes, of a chip or of host memory."""
+    """Return the share of usable bytes that a layout takes: of chip or host, the larger one."""
     on_chip = sum(bytes_of(job, layout).values()) / usable(job)
     return max(on_chip, host_bytes(job, layout) / usable_host(job))
 

@@ -80,10 +80,11 @@ def plan(
       dispatch: for a mixture of experts, the ways to try of sending tokens to experts on other
         chips; "capacity" has the factor with which the busiest expert drops almost no tokens.
       imbalance: load of the busiest expert over the mean, as in a run's records.
-      offload: "auto" to try host memory too, for layouts that do not fit without it. For a pipeline
-        that is the smallest share of stashes that fits, or the optimizer's state with such a share
-        if that is not enough. Without a pipeline it is all that blocks keep if their MLPs are
-        recomputed. No plan takes more than 90% of its chip's part of the host's memory.
+      offload: "auto" to try host memory too, for layouts that do not fit without it. A pipeline
+        moves the smallest share of its stashes with which it fits; or it moves the optimizer's
+        state and, if that is not enough, a share of stashes too. Without a pipeline all values move
+        that blocks keep if their MLPs are recomputed. No plan takes more than 90% of its chip's
+        part of the host's memory.
         `Plans.offload` says which pipeline wins, and why.
       context: sizes to try of the mesh axis `context`, over which positions are split, such as (1,
         4, 8); "auto" for 1 to 32, None for 1. Attention over it is Ulysses, so its ranks must be

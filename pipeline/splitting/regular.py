@@ -166,7 +166,7 @@ def _first(
     same: dict[str, tuple[Any, ...]],
     num_acts: int,
 ) -> tuple[Any, ...]:
-    """Return the first call's values for what the second call gets as activations."""
+    """Return the values that the first call gets where the second call gets activations."""
     one, two = trace.calls[0].given, trace.calls[1].given
     if one.treedef != two.treedef or len(trace.given[0]) != len(sources):
         raise _Irregular("the first block is called differently from the second")

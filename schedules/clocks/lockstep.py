@@ -238,7 +238,7 @@ def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: boo
 def may_differ(num_ranks: int, partners: bool, delayed: bool) -> bool:
     """Tell whether slots that permit ranks different kinds can gain, for any costs of actions.
 
-    With barriers, where no rank waits for delayed messages, only two ranks can gain: they exchange
-    in only one of two slots.
+    With barriers and without delayed messages only two ranks can gain, because they exchange in
+    only one of two slots.
     """
     return partners or delayed or num_ranks == 2

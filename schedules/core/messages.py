@@ -1,7 +1,8 @@
 """The graph of messages, which all clocks, checks, lowering and drawings use.
 
-A message has a number, -1 is none. It is twice the position of its (stage, unit) for the output of
-a stage, plus one for the gradient of its input. A unit is a microbatch or a slice of one.
+A unit is a microbatch or a slice of one; U is the number of units. The output of a stage for a unit
+is message ``2 * (stage * U + unit)``; the gradient of that stage's input is the next number. -1
+means no message.
 """
 
 from __future__ import annotations

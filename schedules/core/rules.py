@@ -268,7 +268,7 @@ def _overlaps(case: Case) -> Iterator[Fault]:
 
 
 def _order(case: Case) -> Iterator[Fault]:
-    """Check on one rank that F precedes its backward, and I precedes W; messages order ranks."""
+    """Check that on its rank each F precedes its backward, and each I its W."""
     for early, late in ((F, B), (F, I), (F, W), (I, W)):
         first, second = case.at[early], case.at[late]
         both = np.flatnonzero((second >= 0) & (first > second))

@@ -24,7 +24,7 @@ class Schedule(Timetable):
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the schedule as a CSV file: one row per rank, an empty cell for an idle step.
 
-        A reader sees the old file or the whole new file, never a part.
+        The file is replaced at once: a reader gets the whole old file or the whole new file.
 
         Raises:
           OSError: the file cannot be written.

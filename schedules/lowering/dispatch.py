@@ -79,7 +79,7 @@ class Work:
       kinds: [K] the kinds of actions that compute anything.
       sends: [K] whether the stage's backward has a gradient for the stage before.
       keep: the values that F keeps for its backward.
-      offload: the values that are in host memory between two actions, as of `hosted`.
+      offload: the values that are in host memory between two actions, from `hosted`.
       windows: [K] the window into which a stage's weights are gathered before a run of its actions,
         None for a stage whose weights are gathered otherwise; empty if all are.
     """
@@ -143,7 +143,7 @@ class Gather:
 
     @property
     def ranks(self) -> tuple[int]:
-        """The ranks whose processes make this call, as of `Dispatch`."""
+        """The ranks whose processes make this call, as in `Dispatch`."""
         return (self.rank,)
 
 

@@ -1,7 +1,8 @@
 """The kinds of values that ranks keep between slots, and the actions that write and read each.
 
-A new kind is one row here, for a message its sender in `schedules.lowering.places`, and the action
-that reads it in `schedules.lowering.check_values`. Tables, places, proof and programs follow.
+To add a kind, add a row here and, in `schedules.lowering.check_values`, the action that reads it.
+If the values are messages, add their sender to `schedules.lowering.places`. Tables, places, proof
+and programs need no change.
 """
 
 from __future__ import annotations

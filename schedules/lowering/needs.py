@@ -50,9 +50,9 @@ def without(program: Program, sends: Sequence[bool]) -> Program:
         for rank, stages in enumerate(schedule.stages_of):
             idle = [op.kind in "BI" and not sends[stages[op.chunk]] for op in slot.ops]
             empty[:, index, rank] = np.array([False, *idle])[program.op[:, index, rank]]
-    # A delayed message arrives at the end of the slot after the slot that sent it.
+    # A delayed message arrives at the end of the slot after the slot that sent it. In the first
+    # slot of a program none arrives.
     before = np.roll(empty.reshape(-1, schedule.num_ranks), 1, axis=0).reshape(empty.shape)
-    before[0, 0] = False
     arrival, discard = program.arrival.copy(), program.values["operand"].discard
     for index, slot in enumerate(program.slots):
         for column, channel in enumerate(slot.channels):

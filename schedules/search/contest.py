@@ -202,7 +202,7 @@ def _best(finds: Iterable[Find]) -> list[Find]:
 
 
 def _greedy(setting: Setting, placement: tuple[int, ...], least: float) -> Iterator[Find]:
-    """Build timetables by the greedy policies, until none can be better."""
+    """Build timetables by the greedy policies, until one is as short as the lower bound."""
     shape = "" if len(setting.placements()) == 1 else "loop, "
     if placement != setting.placements()[0]:
         shape = "V, "

@@ -234,16 +234,18 @@ def rule(error, where):
     return f
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("part", "said", "options"),
     [
         ("stages[1]", "stages[1]", {"schedule": "1f1b"}),
-        ("stages[1]", "stages[1]", {"schedule": "zb_h1", "remat": None}),
-        ("embed", "embed", {}),
         ("head", "head, or loss_fn,", {}),
         ("loss_fn", "loss_fn", {}),
+        pytest.param("embed", "embed", {}, marks=pytest.mark.slow),
+        pytest.param(
+            *("stages[1]", "stages[1]", {"schedule": "zb_h1", "remat": None}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_error_of_a_derivative_says_which_part_raised_it(part, said, options, where):

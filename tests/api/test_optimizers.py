@@ -349,6 +349,13 @@ def test_twenty_steps(name, place, compiled):
     assert len(compiled()) == 1
 
 
+def test_a_global_norm_with_two_layers_on_a_rank_belongs_to_no_layer():
+    pipe = pipeline(**PLACES["v"])
+    optimizer = make_optimizer(pipe, clip, optax.sgd(1e-2))
+    update = nnx.jit(lambda pipe, optimizer, grads: optimizer.update(pipe, grads))
+    update.lower(pipe, optimizer, nnx.state(pipe, nnx.Param))
+
+
 # --- states ---
 
 

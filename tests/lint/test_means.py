@@ -163,6 +163,39 @@ def test_means_are_not_warned_of(name):
     assert_close(loss, make(loss_fn, 1).loss(X, targets), tolerance=1e-5)
 
 
+class WithTable(nnx.Module):
+    """A head that leaves the product with its table of words to the loss."""
+
+    def __init__(self):
+        self.table = nnx.Embed(16, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, y):
+        return y, self.table.embedding[...]
+
+
+def flat(y):
+    """Flatten rows and positions; there is no table."""
+    return y.reshape(-1, 8), jnp.float32(1)
+
+
+@pytest.mark.parametrize(
+    ("head", "power", "is_warned_of"),
+    [(WithTable(), 1, False), (WithTable(), 2, True), (flat, 2, True)],
+)
+def test_only_arrays_with_rows_are_cut_of_what_a_head_returns(head, power, is_warned_of):
+    """Issue 69: losses of a table were warned of, whose words were taken for rows."""
+
+    def loss_fn(outputs, targets):
+        y, table = outputs
+        logits = y @ table.T if table.ndim else y
+        return label_loss(logits, targets.reshape(y.shape[:-1])).mean() ** power
+
+    stages = [nnx.Linear(8, 8, rngs=nnx.Rngs(k)) for k in range(2)]
+    pipe = Pipeline(stages, 2, head=head, loss_fn=loss_fn, mesh=make_mesh(stage=2))
+    found = pipe.check(np.ones((8, 3, 8), np.float32), np.ones((8, 3), np.int32))
+    assert [text[:28] for text in found] == ["loss_fn is no mean over rows"] * is_warned_of
+
+
 def test_padded_rows_are_no_rows():
     (batch,) = padded([(X[:7], T[:7])], 4)
     pipe = make(masked(models.squares))

@@ -132,6 +132,13 @@ def test_stages_that_carry_a_state_in_slices_of_several_lengths(lengths):
     same(step(lengths), step(None))
 
 
+def test_outputs_of_slices_of_several_lengths_are_joined_without_padding():
+    stages = [nnx.Linear(D, D, rngs=nnx.Rngs(k)) for k in range(2)]
+    one = Pipeline(stages, M, slices=(4, 2, 1), mesh=make_mesh(stage=2))
+    x = X[:, :7]
+    assert_close(one(x), stages[1](stages[0](x)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(

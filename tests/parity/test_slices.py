@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline.core.step.ranks import in_order
 from pipeline.decoders import DecoderConfig, ExpertsConfig, LatentConfig, build, next_token_loss
 from pipeline.layers import Context, zigzag
 from pipeline.training.batches import Batch, packed
@@ -147,6 +148,23 @@ def test_slices_of_positions_that_a_context_axis_splits(way, sizes, schedule, re
     given: dict[str, Any] = {"extras": batch.extras}
     whole = pipe_of(decoder(2), {"stage": 2})
     assert_close(pipe(batch.inputs, **given), whole(batch.inputs, **given))
+
+
+@pytest.mark.parametrize(
+    ("slices", "order"),
+    [(2, [0, 1, 4, 5, 2, 3, 6, 7]), ((6, 2), [0, 1, 2, 6, 3, 4, 5, 7])],
+    ids=str,
+)
+def test_each_rank_of_a_context_axis_gets_its_part_of_every_slice(slices, order):
+    """Of 8 positions on 2 ranks, the first 4 of the batch are sent to rank 0."""
+    mesh, spec = make_mesh(stage=2, context=2), P("data", "context")
+    stages = [nnx.Linear(4, 4, rngs=nnx.Rngs(k)) for k in range(2)]
+    plan = Pipeline(stages, 2, mesh=mesh, slices=slices, batch=spec).plan
+    positions = jnp.arange(8)[None]
+    dealt = in_order(plan, positions, spec)
+    assert dealt.tolist() == [order]
+    assert in_order(plan, dealt, spec, back=True).tolist() == positions.tolist()
+    assert in_order(plan, positions, P("data")) is positions
 
 
 @pytest.mark.slow

@@ -804,6 +804,23 @@ def test_a_pipelines_checkpoint_says_what_to_give_for_another_model(tmp_path: Pa
     np.testing.assert_array_equal(plain.blocks[1].kernel[...], layers[1].kernel[...])
 
 
+def test_a_model_with_a_list_of_stages_restores_a_pipelines_checkpoint(tmp_path: Path) -> None:
+    """Layers are numbered across stages: here two stages of three layers, or three of two."""
+
+    class Plain(nnx.Module):
+        def __init__(self) -> None:
+            layers = [nnx.Linear(3, 3, rngs=nnx.Rngs(k)) for k in range(6)]
+            self.stages = nnx.List([nnx.List(layers[n : n + 2]) for n in (0, 2, 4)])
+
+    plain, layers = Plain(), [nnx.Linear(3, 3, rngs=nnx.Rngs(k + 9)) for k in range(6)]
+    stages = [nnx.Sequential(*layers[:3]), nnx.Sequential(*layers[3:])]
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, Pipeline(stages, 2, mesh=make_mesh(stage=2)))
+        assert checkpoints.restore(plain) == 1
+    for n, layer in enumerate(layers):
+        np.testing.assert_array_equal(plain.stages[n // 2][n % 2].kernel[...], layer.kernel[...])
+
+
 # --- one run in a folder ---
 
 
@@ -813,9 +830,10 @@ def test_a_save_under_way_outlives_other_checkpoints_of_its_folder(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 52: `Checkpoints(folder)`, made anew in one process, removed the files."""
-    folder, digests = tmp_path / "run", manifest.digests
+    folder, digests, begun = tmp_path / "run", manifest.digests, threading.Event()
 
     def slow(*given: Any) -> Any:
+        begun.set()
         time.sleep(0.2)
         return digests(*given)
 
@@ -824,6 +842,7 @@ def test_a_save_under_way_outlives_other_checkpoints_of_its_folder(
     (tmp_path / "link").symlink_to(folder)
     first = Checkpoints(folder)
     first.save(1, Small(1))
+    assert begun.wait(60)  # all arrays are written, and nothing has its name
     second = Checkpoints(tmp_path / "link" if way == "made by another path" else folder)
     first.save(2, Small(2))
     if way == "saves the same step":

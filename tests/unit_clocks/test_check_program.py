@@ -189,6 +189,7 @@ def edited(program: Program, **entries) -> Program:
 
 PROGRAM = lower(SMALL["1f1b"], keep="residuals", pattern="single")
 SPLIT = lower(SMALL["split"], keep="residuals", pattern="single")
+UNITS = lower(build("zb_v", num_ranks=2, num_microbatches=2, num_stages=4), pattern="unit")
 OPS = PROGRAM.slots[0].ops
 
 
@@ -243,6 +244,13 @@ def with_slot(**fields) -> Program:
             (
                 "tick 0, slot 0, rank 0, channel 1: shift 1 brings nothing, which no action reads: "
                 "expected discard, buffer 2, found buffer 0"
+            ),
+        ),
+        (
+            edited(UNITS, arrival=((0, 2, 0, 1), 0)),
+            (
+                "tick 0, slot 2, rank 0, channel 1: the slot has 0 channels: expected discard, "
+                "buffer 5, found buffer 0"
             ),
         ),
         (

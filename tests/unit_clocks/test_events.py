@@ -86,3 +86,9 @@ def test_a_pair_starts_with_both_messages_and_sends_when_both_end():
         [0, 1, 3, 4, 8.75],
         [1, 2, 5.25, 5.25, 6.75, 7.75],
     ]
+
+
+def test_a_pair_may_be_the_last_of_its_rank():
+    """No legal schedule ends with one; an error shows the grid of one that does."""
+    schedule = from_orders([["0F0", "2F0", "0F1&2B0"], ["1F0", "1F1"]], placement=(0, 1, 0))
+    assert times(schedule, pair=1.5) == [[0, 2, 3, 3], [1, 4.5]]

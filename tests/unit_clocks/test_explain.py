@@ -57,6 +57,20 @@ def test_what_a_rank_waits_for():
     )
 
 
+def test_time_in_which_no_rank_works_is_told_from_waiting():
+    """On two ranks, one microbatch: F, a message, F and B, a message, B."""
+    report = simulate(build("1f1b", num_ranks=2, num_microbatches=1), Costs(comm=1))
+    times = {row.cause: row.measured for row in schedules.differences(report, report).found}
+    assert times["no rank works: exchanges, the loop over ticks, dispatch"] == 2 * 2
+    assert [times[f"rank {rank} waits while others work"] for rank in range(2)] == [3, 3]
+
+
+def test_a_report_prints_no_columns_of_actions():
+    report = simulate(build("1f1b", num_ranks=2, num_microbatches=1))
+    long = ("starts", "ends", "common", "moved")
+    assert not [name for name in long if f"{name}=" in repr(report)]
+
+
 def test_lockstep_makes_the_short_wait_for_the_long():
     """F beside B: the rank that runs F waits for the exchange, not for anybody's work."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=8)

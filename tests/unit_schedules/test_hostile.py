@@ -29,7 +29,7 @@ from schedules import (
     lower,
     simulate,
 )
-from schedules.core.files import replace
+from schedules.core.files import replace, shown
 from schedules.tools.draw import save_timeline
 from schedules.tools.main import main
 from schedules.tools.page import save_page
@@ -186,6 +186,12 @@ def test_messages_stay_short_whatever_stands_in_a_schedule():
     message = refusal(check, Schedule("x", 1, ((Action("\x1b[31m", "F", 0),),), (0,)))
     assert message.replace("\n", "").isprintable()
     assert "\nrank 0 [Action(stage='\\x1b[31m', kind='F', mi...]  missing 0F0" in message
+
+
+def test_a_message_has_a_path_of_up_to_199_characters_as_it_is():
+    assert shown("x" * 199) == "x" * 199
+    assert shown("x" * 200).startswith("'xxx")
+    assert len(shown("x" * 5000)) <= 210
 
 
 def test_many_ranks_above_a_limit_or_in_circles_are_counted():

@@ -160,11 +160,10 @@ def _unplaced(
     spots: Sequence[Sequence[Spot]],
     placement: Placement,
 ) -> list[Leaf]:
-    """Find leaves that a further mesh axis shards but whose `Cell` cannot be sharded.
+    """Find leaves that are sharded over an axis such as ``tensor``, in cells that cannot be.
 
-    Such a cell is flat, or a column sharded on its first axis that the leaf does not fill.
-
-    An axis of size 1 splits nothing, so it does not count.
+    Such a cell is flat, or a column sharded on its first axis that the leaf does not fill. An axis
+    of size 1 does not count.
     """
     misfits = []
     for leaves, places in zip(lists, spots, strict=True):
@@ -177,7 +176,6 @@ def _unplaced(
 
 
 def _check_sharded(unplaced: Sequence[Leaf], why: str) -> None:
-    """Refuse leaves that a further axis shards but whose storage cannot be sharded."""
     for leaf in unplaced[:1]:
         over = dict.fromkeys(axis for entry in leaf.group[-1] for axis in axes_in(entry))
         raise ValueError(

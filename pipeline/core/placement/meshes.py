@@ -178,7 +178,7 @@ def _untyped(leaf: Any, mesh: Mesh) -> Any:
 
 
 def laid_as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Give an array the sharding of ``like``, an array of its shape, if it is in the type."""
+    """Give an array the sharding in the type of ``like``, of equal shape; else return it."""
     sharding = _typed_sharding(like)
     return x if sharding is None else jax.sharding.reshard(x, sharding)
 

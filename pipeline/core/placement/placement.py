@@ -5,8 +5,8 @@ Letters: S ranks, D data shards. A stage's variable names the axes of its dims i
 axis, and the metadata becomes ``("stage", None, "tensor")``, with the mesh. The stage's own names
 are stored too, and restored for each single stage: inside the kernel and in `Pipeline.stages`.
 
-With ``data_parallel="fsdp"`` the first dim with room is also sharded over row axes: ``data``, which
-the names of a parameter may contain already, and other row axes that the variable does not name.
+With ``data_parallel="fsdp"`` the first dim that row axes divide is sharded over them: ``data``,
+which a parameter's names may contain already, and other row axes that the variable does not name.
 With "zero1" only the gradient and the optimizer's state are sharded so, as the metadata
 ``optimizer_sharding`` says. If these axes are not just ``data``, the metadata ``zero_over`` names
 them.
@@ -218,9 +218,9 @@ class Placement:
         return axes if len(axes) > 1 else axes[0] if axes else None
 
     def _over_rows(self, shape: tuple[int, ...], names: Names) -> tuple[Names, tuple[str, ...]]:
-        """Add row axes to the names at the first dim with room; also return these axes.
+        """Add row axes to the names of the first dim that they divide; also return these axes.
 
-        All row axes that the array does not name are added, or else as many as find room.
+        All row axes that the array does not name are added, or else as many as divide a dim.
         """
         named = {axis for entry in names for axis in axes_in(entry)}
         free = tuple(a for a in self.axes.rows if a not in named and self.axes.size((a,)) > 1)

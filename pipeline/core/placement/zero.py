@@ -123,7 +123,7 @@ def reduce_gradients(
 
 
 def reduce_parts(parts: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...]) -> Leaves:
-    """Sum over the axes of `reduce_gradients` over which `scatter` has not summed."""
+    """Finish `reduce_gradients` after `scatter`: sum over the remaining axes."""
     over = [
         tuple(a for a in axes if a not in spread.zero and a not in spread.own) + _deferred(spread)
         for spread in spreads

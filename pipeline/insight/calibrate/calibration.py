@@ -54,7 +54,7 @@ class Calibration:
     versions: Mapping[str, str]
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write a file; a reader sees the old or the whole new file, never a part.
+        """Write a JSON file at once: a reader gets the whole old file or the whole new file.
 
         Raises:
           OSError: the file cannot be written.

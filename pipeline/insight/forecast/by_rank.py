@@ -77,8 +77,8 @@ class RankBytes:
 def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[RankBytes]:
     """Predict [S] the bytes of `runtime.train`; weights and batch as arrays or types.
 
-    Not counted are the forward actions of a loss that the step needs before it runs, the numbers of
-    microbatches and, between processes, the zeros that a receiver passes to an exchange.
+    It does not count the forward actions that run first if a step needs its loss beforehand, the
+    microbatch numbers, and the zeros that a receiving process passes to an exchange.
     """
     models = runtime.trace_train(plan, model, weights, batch)
     ranks = []

@@ -235,7 +235,7 @@ def _refs(body: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _made_once(body: Any, belongs: Callable[[Any], bool]) -> int:
-    """Count the bytes of some weights that are made before the ticks, without what they pass."""
+    """Count the bytes of weights that some equations make before the ticks."""
     lean, _ = live(body, keep_inputs=True)
     made = {var: eqn for eqn in equations(lean) if belongs(eqn) for var in eqn.outvars}
     between = {v for eqn in made.values() for v in eqn.invars if not isinstance(v, Literal)}

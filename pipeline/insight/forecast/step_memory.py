@@ -88,12 +88,12 @@ def share_within(
 ) -> float | None:
     """Find the smallest share of stashes in host memory so that a step fits; None if 0 is enough.
 
-    The step is compiled for each share that is tried; each try moves as many stashes as the bytes
-    that are still missing, so these are few.
+    The step is compiled for each share that is tried. Each try moves as many more stashes as have
+    the bytes that are missing, so few tries are needed.
 
     Args:
       pipe: the pipeline; its own ``offload`` is not read.
-      budget: bytes of each device.
+      budget: bytes that the step may take on each device.
       optimizer: the pipeline's `nnx.Optimizer`, for a step with the update; or None.
       operands: model, weights and the batch.
 

@@ -66,7 +66,7 @@ def loops_of(hlo: str) -> dict[str, Loop]:
 
 
 def computations(hlo: str) -> dict[str, dict[str, str]]:
-    """Return, by name, the computations of a module: the line of each instruction, by name."""
+    """Return {computation: {instruction: its line}} of a module's text."""
     found: dict[str, dict[str, str]] = {}
     inside: dict[str, str] = {}
     for line in hlo.splitlines():

@@ -2,9 +2,10 @@
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362. Rank r
 holds stage r and stage 2S - 1 - r. A microbatch takes four steps on every rank: F on the way there,
-F on the way back, I on the way back, I on the way there. A pattern says in which slots, each one
-action long; microbatch m comes 6m slots later. So two slots in six are left for W. The time for
-which a pattern holds a microbatch's inputs determines how many inputs are held at once.
+F on the way back, I on the way back, I on the way there. A pattern gives the slots of these steps
+for microbatch 0; a slot is one action long. Microbatch m takes its steps 6m slots later, so two of
+six slots are left for W. The time for which a pattern holds a microbatch's inputs determines how
+many inputs are held at once.
 
 Only the steady state keeps these slots. Before and after it, actions move up as far as their
 dependencies permit, while no rank holds more than in the steady state. N is the number of slots of

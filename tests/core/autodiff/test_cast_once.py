@@ -166,7 +166,12 @@ def test_only_what_is_cast_to_one_dtype_alone_has_a_copy() -> None:
         cast, twice, both, other, carried, _ = weights
         half = jnp.bfloat16
         y = x @ cast.T.astype(half) + x @ jax.jit(lambda w: w[:4].astype(half))(twice)
-        y = y @ twice[4:].astype(half) + x @ both.astype(half) + (both @ both).astype(half)
+        start = 4 * x[0, 0].astype(jnp.int32)
+        y = (
+            y @ jax.lax.dynamic_slice_in_dim(twice, start, 4).astype(half)
+            + x @ both.astype(half)
+            + (both @ both).astype(half)
+        )
         y = y + other.astype(jnp.float16).astype(half) + other.astype(half)
         return jax.lax.scan(lambda w, _: (w * 2, w.astype(half)), carried, length=2)[1][0] + y
 

@@ -15,6 +15,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline.core.autodiff.accumulate import as_summed
 from tests.support import models
 from tests.support.models import Block, Readout, Words, build, distance
 
@@ -257,3 +258,17 @@ def test_float64_wants_x64():
         "grad_dtype='float64': JAX has no float64 unless jax_enable_x64 is set; set it, or use "
         "'float32'"
     )
+
+
+@pytest.mark.parametrize(
+    ("grad_dtype", "dtypes"),
+    [
+        (None, ["float32", "float32", "float32"]),
+        ("weights", ["float32", "float32", "bfloat16"]),
+        (jnp.dtype(jnp.bfloat16), ["float32", "bfloat16", "bfloat16"]),
+    ],
+    ids=str,
+)
+def test_sums_of_scalars_keep_their_bits(grad_dtype, dtypes):
+    weights = [jnp.zeros(()), jnp.zeros(3), jnp.zeros(3, jnp.bfloat16)]
+    assert [str(x.dtype) for x in as_summed(weights, grad_dtype)] == dtypes

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pipeline.core.autodiff.in_place import is_formed_in_a_loop
+from collectives.compat import REFS_ARE_WHOLE
+from pipeline.core.autodiff.in_place import added_in_place, is_formed_in_a_loop
 
 W, X = jnp.ones((3, 4, 4)), jnp.ones((2, 4))
 
@@ -54,3 +55,20 @@ def test_a_loop_forms_it(f):
 def test_no_loop_does(f):
     jaxpr = jax.make_jaxpr(f)(W, X).jaxpr
     assert not is_formed_in_a_loop(jaxpr, jaxpr.invars[0])
+
+
+@pytest.mark.skipif(REFS_ARE_WHOLE, reason="later releases of jax add such gradients in place")
+@pytest.mark.parametrize(
+    ("factor", "in_place"), [(lambda v, x: v * x, True), (lambda v, x: jnp.tanh(v) * x, False)]
+)
+def test_a_constant_step_of_an_inner_loop_forbids_it(factor, in_place):
+    """jax 0.10 moves the step out of both loops, and mixes up the gradients of all constants."""
+
+    def nested(w, v, x):
+        def outer(_, x):
+            return jax.lax.fori_loop(0, 2, lambda _, x: factor(v, x), x @ w)
+
+        return jax.lax.fori_loop(0, 3, outer, x)
+
+    jaxpr = jax.make_jaxpr(nested)(W[0], X, X).jaxpr
+    assert (jaxpr.invars[0] in added_in_place(jaxpr, jaxpr.invars[:1])) == in_place

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import TENSOR, local, make_mesh, vary
 from pipeline import Pipeline
 from pipeline.core.autodiff.accumulate import differentiate
+from pipeline.core.autodiff.jaxpr.primitives import barred
 from pipeline.core.autodiff.residuals import Residuals
 from tests.support import models
 from tests.support.close import assert_close
@@ -176,10 +177,12 @@ def test_what_ranks_gathered(gathers):
     assert shapes(found) == sorted([(ROWS if gathers else 2 * ROWS, WIDTH), (2 * ROWS, HIDDEN)])
 
 
-def test_nothing_to_gather_again_is_said():
+@pytest.mark.parametrize("engine", ["scan", "programs"])
+def test_nothing_to_gather_again_is_said(engine):
     """Once, by what traces the step first."""
     stages = models.build(models.Block, 2)
     options = {"mesh": make_mesh(stage=2), "loss_fn": models.squares, "remat": "gathered"}
+    options["engine"] = engine
     x = jax.random.normal(jax.random.key(1), (4, models.WIDTH))
     pipe = Pipeline(stages, 2, **options)
     with warnings.catch_warnings(record=True) as told:
@@ -387,3 +390,19 @@ def test_effects_run_without_remat():
     assert len(SEEN) == 2 * M
     for total in inputs:
         assert min(abs(total - seen) for seen in SEEN) < 1e-4
+
+
+def test_only_the_repetition_of_a_checkpoint_is_kept_apart():
+    """XLA would merge it with the forward, and keep what it should compute again."""
+
+    def loss(w):
+        return jax.checkpoint(lambda w: jnp.sin(jnp.cos(w)).sum())(w)
+
+    (forward,) = jax.make_jaxpr(loss)(jnp.ones(3)).jaxpr.eqns
+    repeated = [
+        eqn
+        for eqn in jax.make_jaxpr(jax.grad(loss))(jnp.ones(3)).jaxpr.eqns
+        if eqn.primitive is forward.primitive and eqn.params["differentiated"]
+    ]
+    assert not any(barred(forward))
+    assert [any(barred(eqn)) for eqn in repeated] == [True]

@@ -17,6 +17,7 @@ from flax import nnx
 
 import collectives
 from pipeline import CrossEntropy, Pipeline, add_loss, make_optimizer
+from pipeline.core.step.calls.declared import DeclaredState
 from pipeline.vocabulary import VocabularyHead
 from schedules import Action, from_orders
 from tests.support import models
@@ -159,6 +160,19 @@ def test_a_step_leaves_what_the_plain_model_has(case, kind, request):
         assert_close(loss, want)
     assert models.distance(models.by_stage(pipe, grads), list(want_grads["stages"].values())) < 1e-5
     assert_state(pipe, model, (nnx.BatchStat, Seen))
+
+
+def test_state_that_no_call_writes_is_not_kept_for_each_microbatch(monkeypatch):
+    """A router's bias is read by every microbatch, and changed after a step only."""
+    start, kept = DeclaredState.__init__, []
+
+    def init(self, *args, **options):
+        start(self, *args, **options)
+        kept.extend(ref.shape for ref in self._then.values())
+
+    monkeypatch.setattr(DeclaredState, "__init__", init)
+    make(models.build(Router, 2), state=Seen, after_step=even).lower(X, T)
+    assert len(kept) <= 1  # of counts and bias
 
 
 @pytest.mark.slow
@@ -424,6 +438,31 @@ def test_beside_losses_that_are_added(remat):
         "has a gradient, or stages call add_loss, a step then knows it too late; let the weight "
         "follow from targets, as the number of those that count, or declare no state"
     )
+
+
+class Pulled(nnx.Module):
+    """Adds a loss of its distance to state that it writes; ``share`` of that state is in y too."""
+
+    def __init__(self, rngs: nnx.Rngs, share: float | None = None):
+        self.w = models.normal(rngs, models.WIDTH, models.WIDTH)
+        self.seen, self.share = Seen(jnp.zeros((1, models.WIDTH))), share
+
+    def __call__(self, x):
+        y, seen = jnp.tanh(x @ self.w[...]), self.seen[...]
+        self.seen[...] = 0.5 * seen + jax.lax.stop_gradient(y.mean(0, keepdims=True))
+        y = add_loss(y, jnp.mean((y - seen) ** 2))
+        return y if self.share is None else y + self.share * seen
+
+
+def test_an_added_loss_reads_the_state_that_its_microbatch_found():
+    """The backward of a microbatch runs after later microbatches have written the state."""
+    results = []
+    for share in (None, 0.0):
+        stages = [Pulled(nnx.Rngs(k), share) for k in range(2)]
+        results.append(make(stages, state=Seen, schedule="gpipe").value_and_grad(X, T))
+    (loss, grads), (want, wanted) = results
+    assert_close(loss, want)
+    assert models.distance(grads, wanted) < 1e-5
 
 
 class Count(nnx.Variable):

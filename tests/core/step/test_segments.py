@@ -11,7 +11,7 @@ import pytest
 from collectives import make_mesh
 from pipeline import Pipeline
 from schedules import build, lower, names
-from schedules.lowering.needs import UNUSED, WAIT, WORK, needed, segment_starts, segments
+from schedules.lowering.needs import UNUSED, WAIT, WORK, needed, segment_starts, segments, without
 from tests.support import models
 from tests.support.sizes import CHUNKS
 
@@ -85,6 +85,18 @@ def test_slots_in_which_messages_only_arrive(delayed, last):
     """Ranks exchange and store in them, and compute nothing."""
     found = program("gpipe", S=2, M=2, pattern="unit", delayed=delayed)
     assert segments(found) == [(0, 5, (WORK, WORK, last))]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_gradients_that_no_stage_needs_are_not_sent(delayed):
+    """With stages 2 and 3 trained, only stage 3 sends a gradient; activations are all sent."""
+    M = 5
+    found = program("1f1b", M=M, delayed=delayed)
+    kept = without(found, [False, False, False, True])
+    removed = (found.arrives & ~kept.arrives).sum(axis=(0, 1, 3))
+    assert removed.tolist() == [M, M, 0, 0]
+    assert kept.arrives.sum() == found.arrives.sum() - 2 * M
+    assert without(found, [True] * 4) is found
 
 
 @pytest.mark.few

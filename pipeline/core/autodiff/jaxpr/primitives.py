@@ -29,8 +29,7 @@ class Traits:
         writes a ref.
       identity: the results equal the operands, one by one.
       part: the result is a part of its operand.
-      combines: the primitive combines two values to one; such primitives combine values of all
-        layers.
+      combines: the primitive computes one value from two, such as a sum over layers.
       passes: an operand's gradient is the result's gradient, or its negative.
       loops: the primitive runs a body repeatedly.
       calls: the primitive calls a function once, with its operands.
