@@ -259,5 +259,5 @@ def usage_of(run: Callable[[Values], tuple[Tree, Values]], values: Values) -> Us
     count = len(jax.tree.leaves(shapes[0]))
     same = forwarded(closed.jaxpr)[count:]
     written = tuple(source != n for n, source in enumerate(same))
-    _, read = live(jax.make_jaxpr(lambda v: run(v)[0])(values).jaxpr, keep_inputs=True)
+    _, read = live(jax.make_jaxpr(lambda v: run(v)[0])(values).jaxpr, keep_inputs=False)
     return written, tuple(read)

@@ -239,7 +239,7 @@ class StageKind:
             # The input is made within the trace: only state may be an argument of the trace.
             x = blank_input(self.rank, self.x, self.earlier, ())
             outcome = self.stage(weights, (state, narrow), side, x, paths=paths)
-            return outcome.value, outcome.state.get("stage", [])
+            return (outcome.value, outcome.carry), outcome.state.get("stage", [])
 
         return usage_of(run, [jax.tree.leaves(flat[path]) for path in paths])
 
