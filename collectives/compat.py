@@ -330,14 +330,14 @@ def fixes_shardings(eqn: Any) -> bool:
     return not all(isinstance(sharding, UnspecifiedValue) for sharding in fixed)
 
 
-def live(jaxpr: Any, *, keep_inputs: bool) -> tuple[Any, list[bool]]:
+def live(jaxpr: Any, *, keep_inputs: bool | list[bool]) -> tuple[Any, list[bool]]:
     """Remove the equations of a jaxpr that no output needs; tell which inputs some output needs.
 
     `jax.interpreters` is public but documented as internal; seen from 0.10.2 to 0.12.0. Dead code
     elimination in `jax.extend` could replace it.
 
     Args:
-      keep_inputs: whether inputs that no output needs stay inputs.
+      keep_inputs: whether inputs that no output needs stay inputs, of all inputs or of each.
     """
     wanted = [True] * len(jaxpr.outvars)
     found, used = partial_eval.dce_jaxpr(jaxpr, wanted, instantiate=keep_inputs)

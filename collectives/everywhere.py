@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collectives.compat import key_impl
 from collectives.transfer import from_shards, shards_of, typed, waits
 
 _AXES = "part", "copy"
@@ -46,8 +45,9 @@ def _sharding(devices: Iterable[Any], *, parts: int, dim: int = 0) -> NamedShard
 def send_numbers(
     values: Sequence[jax.Array], shardings: Sequence[NamedSharding], devices: tuple[Any, ...]
 ) -> list[jax.Array]:
-    """Copy small arrays from their meshes to others; between processes by one sum.
+    """Copy arrays from their meshes to others; between processes by one sum.
 
+    Between processes each device then has all of them for a moment, so they should be small.
     ``devices`` are those of all meshes, in one order in all processes. An object that is given
     several times is sent once.
     """
@@ -56,12 +56,12 @@ def send_numbers(
     if not values:
         return []
     is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in values]
-    if any(is_key):  # as numbers, because keys have no bits to add
+    if any(is_key):  # keys cannot be added: their integers are sent
         pairs = list(zip(values, is_key, strict=True))
         numbers = [jax.random.key_data(x) if yes else x for x, yes in pairs]
         sent = zip(send_numbers(numbers, shardings, devices), pairs, strict=True)
         wrap = jax.random.wrap_key_data
-        return [wrap(x, impl=key_impl(like.dtype)) if yes else x for x, (like, yes) in sent]
+        return [wrap(x, impl=jax.random.key_impl(like)) if yes else x for x, (like, yes) in sent]
     distinct = {id(x): x for x in values}
     types = tuple(_type_of(x) for x in distinct.values())
     run, parts = _sum_of_numbers(types, devices)
@@ -104,7 +104,7 @@ class _Parts:
         self._type, sharding = t, cast("NamedSharding", t.sharding)
         shape = sharding.shard_shape(t.shape)
         self.given = typed(mesh, (mesh.size, *shape), t.dtype, P(_AXES))
-        self._zeros = {d: jnp.zeros((1, *shape), t.dtype, device=d) for d in mesh.local_devices}
+        self._shape, self._devices = shape, mesh.local_devices
         self._is_bool = jnp.issubdtype(t.dtype, jnp.bool_)
         self._bits = jnp.dtype(f"uint{8 * t.dtype.itemsize}")
         number_of = {device: n for n, device in enumerate(mesh.devices.flat)}
@@ -116,7 +116,10 @@ class _Parts:
             self._adds[number_of[device]] = True
 
     def array(self, x: jax.Array) -> jax.Array:
-        shards = self._zeros | {device: shard[None] for device, shard in shards_of(x).items()}
+        shards = {device: shard[None] for device, shard in shards_of(x).items()}
+        for device in self._devices:
+            if device not in shards:
+                shards[device] = jnp.zeros((1, *self._shape), self._type.dtype, device=device)
         return from_shards(self.given.shape, cast("NamedSharding", self.given.sharding), shards)
 
     def term(self, x: jax.Array) -> jax.Array:
@@ -142,8 +145,7 @@ def _sum_of_numbers(types: tuple[jax.ShapeDtypeStruct, ...], devices: tuple[Any,
         ends = np.cumsum([len(x) for x in flat])[:-1]
         sums = jnp.split(jax.lax.psum(jnp.concatenate(flat), _AXES), ends)
         return [
-            of.numbers(_as(x.reshape(*term.shape, *(-1,) * (term.itemsize > 1)), term.dtype))
-            for of, x, term in zip(parts, sums, terms, strict=True)
+            of.numbers(_as_like(x, term)) for of, x, term in zip(parts, sums, terms, strict=True)
         ]
 
     return _compiled(run, mesh, [of.given for of in parts], P()), parts
@@ -171,6 +173,12 @@ def _compiled(run: Any, mesh: Any, given: Any, spec: P) -> Any:
 
 def _as(x: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _as_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return the integers of ``like`` whose bytes are ``x``."""
+    size = like.dtype.itemsize
+    return _as(x.reshape(*like.shape, size) if size > 1 else x.reshape(like.shape), like.dtype)
 
 
 def _type_of(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from collectives.transfer import shards_of
+
 REMEDY = (
     "make the model from the same seed or the same checkpoint on all processes, and let only the "
     "batch differ (shard_batch)"
@@ -72,10 +74,10 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 def _checksum(array: jax.Array, bounds: tuple[tuple[int, int], ...]) -> int:
     """Compute the checksum of this process's copy of a part; 0 without a copy."""
-    for shard in array.addressable_shards:
-        if _bounds(shard.index, array.shape) == bounds:
-            is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
-            data = jax.random.key_data(shard.data) if is_key else shard.data
+    indices = array.sharding.devices_indices_map(array.shape)
+    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+    for device, data in shards_of(jax.random.key_data(array) if is_key else array).items():
+        if _bounds(indices[device], array.shape) == bounds:
             return zlib.crc32(np.asarray(data).tobytes())
     return 0
 

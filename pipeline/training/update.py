@@ -117,7 +117,7 @@ class Update:
         experts = balance_of(model)
         counts = updates, skipped, in_a_row
         metrics = Metrics(loss, norm, finite, scale, *counts, aux, experts, rate, layer_norms)
-        if self.state.is_by_mesh:  # each process reads them
+        if self.state.is_by_mesh:  # every process reads the metrics
             metrics = jax.lax.with_sharding_constraint(metrics, self.state.everywhere)
         return leaves, mean, scalars, metrics
 

@@ -129,14 +129,14 @@ class Plan(Options):
         parts = (self.mesh.devices.take([rank], names.index(STAGE)) for rank in range(size))
         return tuple(Mesh(devices, names) for devices in parts)
 
-    @functools.cached_property
+    @property
     def devices(self) -> tuple[Any, ...]:
         """The devices of all ranks, in one order in all processes."""
         return tuple(device for mesh in self.rank_meshes for device in mesh.devices.flat)
 
     @property
     def has_meshes_elsewhere(self) -> bool:
-        """Whether ranks have meshes of their own, of several processes."""
+        """Whether the meshes of ``stage_meshes`` belong to several processes."""
         several = len({device.process_index for device in self.devices}) > 1
         return self.stage_meshes is not None and several
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,11 +44,11 @@ class RankProgram:
 
     Args:
       results: the specs of the results between programs, which also name the compiler's axes.
-      place: the number of the argument that has the leaves of the operands.
+      leaves_at: the number of the argument that has the leaves of the operands.
       donated: the arguments whose memory the results may reuse.
 
     Attributes:
-      reads: the numbers of the leaves that the function reads, once it is lowered.
+      reads: the numbers of the leaves that the function reads, set by `lower`.
     """
 
     operands: Operands
@@ -58,7 +57,7 @@ class RankProgram:
     types: Any
     out_specs: Any
     results: Any
-    place: int = 0
+    leaves_at: int = 0
     donated: tuple[int, ...] = ()
     reads: list[int] = field(default_factory=list)
 
@@ -71,49 +70,50 @@ class RankProgram:
         meshes, shared = self.operands.meshes, None
         if jax.tree.leaves(self.results):
             platform = self.operands.options.plan.mesh.devices.flat[0].platform
-            traced = self._traced(meshes.abstract, self.types)
+            traced, self.reads = self._traced(meshes.abstract, self.types)
             shared = without_warnings_of_donation(lambda: lower_without_devices(traced, platform))
 
         def lower_for(rank: int) -> Callable[[], Any]:
             if shared is None:
-                return self.lower_on(rank).compile
+                lowered, self.reads = self._lower_on(rank)
+                return lowered.compile
             return functools.partial(shared.compile, device_assignment=meshes.devices(rank))
 
         return lower_for
 
     def lower_on(self, rank: int) -> jax.stages.Lowered:
-        """Lower the function for a rank's devices alone."""
+        """Lower the function for a rank's devices alone; ``reads`` stays."""
+        return self._lower_on(rank)[0]
+
+    def _lower_on(self, rank: int) -> tuple[jax.stages.Lowered, list[int]]:
         mesh = self.operands.meshes.ranks[rank]
         types = jax.tree.map(lambda t: typed(mesh, t.shape, t.dtype, t.sharding.spec), self.types)
-        lowered: jax.stages.Lowered = without_warnings_of_donation(self._traced(mesh, types).lower)
-        return lowered
+        traced, reads = self._traced(mesh, types)
+        return without_warnings_of_donation(traced.lower), reads
 
-    def _traced(self, mesh: Any, types: Any) -> jax.stages.Traced:
-        """Trace the function, and then its jaxpr as a function of the leaves that it reads.
+    def _traced(self, mesh: Any, types: Any) -> tuple[jax.stages.Traced, list[int]]:
+        """Trace the function without the operands' leaves that it does not read; list the others.
 
         JAX takes about a microsecond for each leaf of each call, also for leaves that are not read.
         """
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.results)
         run = self.operands.sharded(self.body, self.in_specs, self.out_specs, mesh)
-        whole = jax.jit(run, out_shardings=shardings).trace(*types)
-        jaxpr, is_read = live(whole.jaxpr.jaxpr, keep_inputs=False)
-        function, tree = jaxpr_as_fun(ClosedJaxpr(jaxpr, whole.jaxpr.consts)), whole.out_tree
-        before, leaves, after = types[: self.place], types[self.place], types[self.place + 1 :]
-        first = len(jax.tree.leaves(before))
-        self.reads = [n for n in range(len(leaves)) if is_read[first + n]]
+        whole = jax.jit(run).trace(*types)
+        sizes = [len(jax.tree.leaves(of)) for of in types]
+        keep = [n != self.leaves_at for n, size in enumerate(sizes) for _ in range(size)]
+        jaxpr, is_read = live(whole.jaxpr.jaxpr, keep_inputs=keep)
+        function = jaxpr_as_fun(ClosedJaxpr(jaxpr, whole.jaxpr.consts))
 
-        def of_read(*args: Any) -> Any:
-            given: list[Any] = [None] * len(leaves)
-            for n, leaf in zip(self.reads, args[self.place], strict=True):
-                given[n] = leaf
-            sides = args[: self.place], args[self.place + 1 :]
-            flat = [*jax.tree.leaves(sides[0]), *given, *jax.tree.leaves(sides[1])]
-            return jax.tree.unflatten(tree, function(*itertools.compress(flat, is_read)))
+        def call(*args: Any) -> Any:
+            return jax.tree.unflatten(whole.out_tree, function(*jax.tree.leaves(args)))
 
-        of_read.__name__ = of_read.__qualname__ = self.body.__name__  # as HLO and profiles show it
-        jitted = jax.jit(of_read, out_shardings=shardings, donate_argnums=self.donated)
-        traced: jax.stages.Traced = jitted.trace(*before, [leaves[n] for n in self.reads], *after)
-        return traced
+        call.__name__ = call.__qualname__ = self.body.__name__  # as HLO and profiles show it
+        leaves, first = types[self.leaves_at], sum(sizes[: self.leaves_at])
+        reads = [n for n in range(len(leaves)) if is_read[first + n]]
+        arguments = list(types)
+        arguments[self.leaves_at] = [leaves[n] for n in reads]
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.results)
+        jitted = jax.jit(call, out_shardings=shardings, donate_argnums=self.donated)
+        return jitted.trace(*arguments), reads
 
 
 def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
@@ -222,7 +222,7 @@ def action_program(
     out_specs = specs_of((sums, writes))
     results = operands.sum_specs(sums), out_specs[1]
     # A backward may reuse the memory of the values that it reads last.
-    how: Any = {"place": 4, "donated": (0,) if op.kind == "F" else (0, 1)}
+    how: Any = {"leaves_at": 4, "donated": (0,) if op.kind == "F" else (0, 1)}
     return RankProgram(operands, act, in_specs, in_types, out_specs, results, **how)
 
 

@@ -187,8 +187,8 @@ class StepPrograms:
         operands = self._finish.place(jax.tree.leaves((weights, batch, given)))
         # By program and rank, the operands that the program reads.
         taken = {
-            pair: [operands[pair[1]][n] for n in pair[0].reads]
-            for pair in dict.fromkeys(self.programs.values())
+            (program, rank): [operands[rank][n] for n in program.reads]
+            for program, rank in dict.fromkeys(self.programs.values())
         }
         sums, shared, made = {}, {}, {}
         for rank in meshes.local_ranks:

@@ -323,7 +323,8 @@ def start_means(
 ) -> dict[str, LayerLeaf]:
     """Set the leaves of means that are left to the model's weights, which are restored already.
 
-    The result has these leaves by name; their arrays are not stored yet.
+    The result has these leaves by name; their arrays are not stored yet. Means on devices of other
+    processes are set by those.
     """
     names = [n for n in left if n.startswith("shaped.") and n in state.leaves]
     names = [name for name in names if not any(_is_at(name, path) for path in ignore)]
@@ -331,11 +332,10 @@ def start_means(
     means = {}
     for name in names:
         mean = state.leaves[name]
-        if is_elsewhere(mean.cell.value):
-            continue
         weight = weights.get(f"model.{name.split('.', 2)[2]}")
         if weight is not None and weight.shape == mean.shape:
-            mean.write(weight.read().astype(mean.cell.value.dtype))
+            if not is_elsewhere(mean.cell.value):
+                mean.write(weight.read().astype(mean.cell.value.dtype))
             means[name] = mean
     return means
 

@@ -26,6 +26,7 @@ from typing import Any, Literal, Self, get_args
 import jax
 from flax import nnx
 
+from collectives.transfer import is_elsewhere
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
 from pipeline.training.checkpoints import contents, lock, manifest
@@ -300,6 +301,8 @@ class Checkpoints:
             for name, count in contents.schedule_counts(optimizer).items():
                 if name in left:
                     left[name] = left[name].replace(" stays", ", which continues at the step")
+                    if is_elsewhere(count.get_value()):  # then the optimizer's step is too
+                        continue
                     steps = optimizer.step.get_value().astype(count.dtype)
                     count.set_value(jax.device_put(steps, count.get_value().sharding))
         if left and jax.process_index() == 0:
