@@ -32,7 +32,11 @@ def make(traced: list[None] | None = None) -> Pipeline:
 
 
 def executables() -> int:
-    return len(jax.devices()[0].client.live_executables())
+    return len(alive())
+
+
+def alive() -> list[Any]:
+    return jax.devices()[0].client.live_executables()
 
 
 def test_what_is_dropped_goes_at_once() -> None:
@@ -41,7 +45,9 @@ def test_what_is_dropped_goes_at_once() -> None:
         gc.collect()
         gc.disable()
         try:
-            pipe, before = make(), executables()
+            # JAX drops functions of other tests at any time, so these are held until the end.
+            pipe, others = make(), alive()
+            before = len(others)
             pipe.value_and_grad(X, X)
             pipe.describe(X, X)
             plan, compiled = weakref.ref(pipe.plan), executables()
