@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from collectives.places.homes import processes_of
 from collectives.transfer import from_shards, shards_of, typed, waits
 
 _AXES = "part", "copy"
@@ -51,7 +52,7 @@ def send_numbers(
     ``devices`` are those of all meshes, in one order in all processes. An object that is given
     several times is sent once.
     """
-    if len({device.process_index for device in devices}) <= 1:
+    if len(processes_of(devices)) <= 1:
         return jax.device_put(list(values), list(shardings))
     if not values:
         return []

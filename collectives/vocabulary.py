@@ -28,7 +28,7 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]  # the results of `sum_up`
 
 
 class Terms(NamedTuple):
-    """What a loss has in addition to the plain cross entropy.
+    """The terms of a loss in addition to the plain cross entropy.
 
     Attributes:
       label_smoothing: the part of a label's probability that all words share equally. Columns with

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +19,11 @@ from collectives.places.sizes import DATA, text
 def process_of(device: Any) -> int:
     """Return the index of the process that holds a device."""
     return int(getattr(device, "process_index", 0))
+
+
+def processes_of(devices: Iterable[Any]) -> set[int]:
+    """Return the indices of the processes that hold some of the devices."""
+    return {process_of(device) for device in devices}
 
 
 def slice_of(device: Any) -> int:

@@ -237,7 +237,7 @@ class _Program:
     def _jitted(
         self, part: Callable[..., Any], place: Any, writes: Sequence[Var], options: Any
     ) -> Callable[..., list[Any]]:
-        """Compile a part of a place; if it belongs to other processes, return results elsewhere."""
+        """Wrap a part for a place; where other processes hold it, return results elsewhere."""
         # A result of a sharding constraint has exactly that sharding, so that the arguments of the
         # next call have equal types. All processes have to know how numbers lie that are sent.
         whole: Any = self._everywhere.get(place)

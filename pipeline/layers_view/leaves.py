@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
 from collectives.compat import HOST_MEMORY
+from collectives.places.homes import processes_of
 from collectives.transfer import elsewhere, is_elsewhere
 from pipeline.base.tree import Tree, is_key, nbytes, padded
 from pipeline.core.model.overlay import Spot
@@ -119,7 +120,7 @@ class LayerLeaf:
         sharding: Any = getattr(value, "sharding", None)
         if place.row is not None or not place.is_whole:
             names = tuple(sharding.spec)[1:] if place.is_whole else ()
-            if place.row is not None and _is_of_one_process(sharding):
+            if place.row is not None and len(processes_of(sharding.device_set)) == 1:
                 sharding = NamedSharding(_mesh_of_rank(sharding.mesh, place.row), P(*names))
             else:
                 sharding = NamedSharding(sharding.mesh, _shared(self.shape, names, sharding.mesh))
@@ -155,10 +156,6 @@ class LayerLeaf:
             value = _on_device(value)
             value = _written(value, leaf, np.int32(row), part=part, out=value.sharding)
             self.cell.value = jax.block_until_ready(value)  # as in `read`
-
-
-def _is_of_one_process(sharding: Any) -> bool:
-    return len({device.process_index for device in sharding.device_set}) == 1
 
 
 # --- all leaves of a model, an optimizer or a tree ---

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA
+from collectives.places.homes import processes_of
 from pipeline.base.axes import Axes, find_axes
 from pipeline.base.tree import Tree
 from pipeline.processes import service
@@ -105,7 +106,7 @@ def shard_batch(batch: Tree, mesh: Mesh, *, split: Any = _BY_DATA) -> Tree:
         name: (array.shape[0] // int(here.sum()) * here.size, *array.shape[1:])
         for name, array in arrays.items()
     }
-    everybody = {d.process_index for d in mesh.devices.flat} == set(range(jax.process_count()))
+    everybody = processes_of(mesh.devices.flat) == set(range(jax.process_count()))
     if everybody and jax.process_count() > 1:
         fields = {name: f"{arrays[name].dtype}{list(shape)}" for name, shape in shapes.items()}
         ids = " ".join(str(device.id) for device in mesh.devices.flat)

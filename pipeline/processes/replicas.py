@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from collectives.places.homes import processes_of
 from collectives.transfer import shards_of
 
 REMEDY = (
@@ -34,7 +35,7 @@ def check_replicas(arrays: Mapping[str, Any], devices: Iterable[Any]) -> None:
     Raises:
       ValueError: on all processes: the first part that differs, and the processes that hold it.
     """
-    processes = {device.process_index for device in devices}
+    processes = processes_of(devices)
     if len(processes) < 2 or processes != set(range(jax.process_count())):
         return
     parts = [

@@ -156,7 +156,7 @@ def test_slices_of_positions_that_a_context_axis_splits(way, sizes, schedule, re
     ids=str,
 )
 def test_each_rank_of_a_context_axis_gets_its_part_of_every_slice(slices, order):
-    """Of 8 positions on 2 ranks, the first 4 of the batch are sent to rank 0."""
+    """Rank 0 of 2 gets the first 4 of the 8 positions that the batch is sent in."""
     mesh, spec = make_mesh(stage=2, context=2), P("data", "context")
     stages = [nnx.Linear(4, 4, rngs=nnx.Rngs(k)) for k in range(2)]
     plan = Pipeline(stages, 2, mesh=mesh, slices=slices, batch=spec).plan

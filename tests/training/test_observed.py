@@ -1,4 +1,4 @@
-"""What a step and its records say of the learning rate and of gradients by layer (issue 71)."""
+"""The learning rate, and gradients by layer, in a step's metrics and records (issue 71)."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from jax.sharding import Mesh
 
 from collectives import STAGE
+from collectives.places.homes import processes_of
 from pipeline.base.axes import Axes
 from pipeline.base.checks import ModelChecks
 from pipeline.core.model.loss import Loss
@@ -137,8 +138,7 @@ class Plan(Options):
     @property
     def has_meshes_elsewhere(self) -> bool:
         """Whether the meshes of ``stage_meshes`` belong to several processes."""
-        several = len({device.process_index for device in self.devices}) > 1
-        return self.stage_meshes is not None and several
+        return self.stage_meshes is not None and len(processes_of(self.devices)) > 1
 
     def mesh_at(self, path: Sequence[Any]) -> Mesh:
         """Return the mesh that has the variable at a path of the pipeline or of an optimizer."""

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from collectives import STAGE
-from collectives.places.homes import process_of
+from collectives.places.homes import processes_of
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
 
@@ -48,7 +48,7 @@ def check_stage_meshes(given: Any) -> tuple[Mesh, ...]:
                     f"devices one mesh (with a schedule of several stages per rank)"
                 )
             rank_of[device] = rank
-    owners = {process_of(device) for device in rank_of}
+    owners = processes_of(rank_of)
     if idle := sorted(set(range(jax.process_count())) - owners):
         raise ValueError(
             f"stage_meshes= has devices of processes {sorted(owners)}, and there are also {idle}: "

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from collectives.places.homes import process_of
+from collectives.places.homes import process_of, processes_of
 from collectives.transfer import Exchange, from_shards, shards_of
 from pipeline.base.tree import Tree
 from pipeline.core.placement.stage_meshes import check_parts_agree
@@ -45,7 +45,7 @@ def lower_message(
     on_target = meshes.value_types(types, meshes.ranks[target])
     if of_source is not of_target:
         check_parts_agree(on_source, on_target, kind, stage)
-        is_copy = len({process_of(device) for end in ends for device in end}) == 1
+        is_copy = len(processes_of(ends[0] + ends[1])) == 1
     else:
         is_copy = all(process_of(a) == process_of(b) for a, b in zip(*ends, strict=True))
     if not is_copy:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from collectives.places.homes import processes_of
 from pipeline.base.arguments import is_whole
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement import meshes
@@ -267,8 +268,7 @@ class ProgramActions:
 
         _, self._weights, self._batch = operands
         self._plan, self._programs = plan, training_programs(plan, *operands).compile()
-        devices = (device for mesh in plan.rank_meshes for device in mesh.devices.flat)
-        self._is_shared = len({device.process_index for device in devices}) > 1
+        self._is_shared = len(processes_of(plan.devices)) > 1
         local = self._programs.meshes.local_ranks[0]
         (number,) = self._programs.meshes.replicate(local, [np.int32(0)])
         self._nothing = functools.partial(jax.jit(jnp.negative), number)

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE, exchange, vary
 from collectives.compat import to_device, to_host
+from collectives.places.homes import processes_of
 from collectives.places.sizes import is_size
 from pipeline.base.chips import TPU_OVERLAP
 from pipeline.base.tree import Tree, shape_text
@@ -223,7 +224,7 @@ def _check(pipe: Any, **counts: Any) -> None:
         if not is_size(count):
             raise ValueError(f"{name}={count!r}: must be an integer > 0")
     devices = pipe.plan.mesh.devices.flat
-    if len({device.process_index for device in devices}) > 1:
+    if len(processes_of(devices)) > 1:
         raise ValueError(
             "calibrate() measures within one process, and this pipeline's mesh spans several: "
             "calibrate the same stages in a process of its own, on one device of this kind, write "

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
+from collectives.places.homes import processes_of
 from pipeline.core.options.plan import Plan
 from pipeline.core.step import runtime
 from pipeline.core.step.operands import Operands
@@ -84,7 +85,7 @@ def check(plan: Plan, steps: int) -> None:
             "trace(): on one rank with remat=None a step is plain accumulation, without a "
             "timetable: no actions to show; trace with remat='stage', or on more ranks"
         )
-    processes = {device.process_index for device in plan.mesh.devices.flat}
+    processes = processes_of(plan.devices)
     if processes != {jax.process_index()}:
         raise ValueError(
             f"trace(): the mesh spans {len(processes)} processes, and a profile shows the devices "

@@ -355,14 +355,22 @@ def _module_of(name: str) -> str:
     return ".".join(names[: 3 if names[1:2] == ["layers"] else 2])
 
 
-def schedule_counts(optimizer: nnx.Optimizer[Any]) -> dict[str, nnx.Variable[Any]]:
-    """Return the counts that optax's schedules of hyperparameters have in a state, by name."""
-    found = {}
+def continue_schedules(optimizer: nnx.Optimizer[Any], left: dict[str, str]) -> None:
+    """Set the counts of optax's schedules that are left to the optimizer's step; say so in lines.
+
+    Counts on devices of other processes are set by those.
+    """
     for kind in ("ScaleByScheduleState", "WrappedScheduleState"):
         for keys, state in optax.tree.get_all_with_path(optimizer.opt_state, kind):
             path = map(str, map(key_name, keys))
-            found[".".join(("optimizer.opt_state", *path, "count"))] = state.count
-    return found
+            name = ".".join(("optimizer.opt_state", *path, "count"))
+            if name not in left:
+                continue
+            left[name] = left[name].replace(" stays", ", which continues at the step")
+            count = state.count.get_value()
+            if not is_elsewhere(count):  # the optimizer's step is on the same devices
+                steps = optimizer.step.get_value().astype(count.dtype)
+                state.count.set_value(jax.device_put(steps, count.sharding))
 
 
 def check_same(

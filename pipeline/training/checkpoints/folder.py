@@ -26,7 +26,6 @@ from typing import Any, Literal, Self, get_args
 import jax
 from flax import nnx
 
-from collectives.transfer import is_elsewhere
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
 from pipeline.training.checkpoints import contents, lock, manifest
@@ -298,13 +297,7 @@ class Checkpoints:
                 if mean.cell.value is not None:
                     mean.cell.store()
         if optimizer is not None and not strict:
-            for name, count in contents.schedule_counts(optimizer).items():
-                if name in left:
-                    left[name] = left[name].replace(" stays", ", which continues at the step")
-                    if is_elsewhere(count.get_value()):  # then the optimizer's step is too
-                        continue
-                    steps = optimizer.step.get_value().astype(count.dtype)
-                    count.set_value(jax.device_put(steps, count.get_value().sharding))
+            contents.continue_schedules(optimizer, left)
         if left and jax.process_index() == 0:
             more = [f"and {len(left) - SHOWN} more"] if len(left) > SHOWN else []
             lines = [*left.values()][:SHOWN]
