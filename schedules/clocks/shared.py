@@ -11,7 +11,7 @@ the last stage are then stages like all others.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,9 @@ class Together(NamedTuple):
       scatter: [times] the embedding's gradient, after the slot.
     """
 
-    lookup: NDArray[np.int32]
-    head: NDArray[np.int32]
-    scatter: NDArray[np.int32]
+    lookup: NDArray[Any]
+    head: NDArray[Any]
+    scatter: NDArray[Any]
 
 
 def parts(shared: Iterable[str]) -> Shared:
@@ -58,19 +58,19 @@ def together(schedule: Schedule, times: Ints, count: int, shared: Shared) -> Tog
 
     ``times`` [A] is the slot of each action.
     """
-    flat, last = flatten(schedule), schedule.num_stages - 1
-    columns = []
-    for part, stage, kinds in (
-        ("embed", 0, (F,)),
-        ("head", last, (F,)),
-        ("embed", 0, (B, I)),
-    ):
-        column = np.full(count, -1, np.int32)
-        if part in shared:
-            who = (flat.stage == stage) & np.isin(flat.kind, kinds)
-            column[times[who]] = flat.microbatch[who]
-        columns.append(column)
+    columns = np.full((3, count), -1, np.int32)
+    for column, does in zip(columns, neighbours(schedule, shared), strict=True):
+        column[times[does]] = flatten(schedule).microbatch[does]
     return Together(*columns)
+
+
+def neighbours(schedule: Schedule, shared: Shared) -> Together:
+    """Tell [A] the actions before which all ranks run a lookup, or after which head or scatter."""
+    flat, last = flatten(schedule), schedule.num_stages - 1
+    of = ("embed", 0, (F,)), ("head", last, (F,)), ("embed", 0, (B, I))
+    return Together(
+        *((flat.stage == k) & np.isin(flat.kind, kinds) & (part in shared) for part, k, kinds in of)
+    )
 
 
 def lasting(

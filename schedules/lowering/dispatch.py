@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedules.clocks.hosted import Hosted, Keep, Offload, hosted
+from schedules.clocks.shared import Shared, neighbours
 from schedules.clocks.ticks import Ticks
 from schedules.core.action import Action, unit_of
 from schedules.core.check import check
@@ -27,19 +28,21 @@ from schedules.lowering.places import values
 
 
 class Call(NamedTuple):
-    """An action, or the message that its end sends.
+    """An action, the message that its end sends, or work of all ranks beside it.
 
     Attributes:
-      target: the rank to which the message goes; None if the call is the action.
+      target: the rank to which the message goes; None if the call is no message.
+      part: the work of all ranks, a field of `Together`; None if the call is no such work.
     """
 
     action: Action
     rank: int
     target: int | None = None
+    part: str | None = None
 
 
-def dispatch_order(schedule: Schedule) -> list[Call]:
-    """List all actions, and all messages between ranks, by their start under the event clock.
+def dispatch_order(schedule: Schedule, shared: Shared = ()) -> list[Call]:
+    """List all actions, messages between ranks and shared work by start under the event clock.
 
     Each process makes the calls of its ranks in this order. This never deadlocks, for any
     assignment of ranks to processes. Proof: take the first call that has not ended. Its data come
@@ -49,23 +52,33 @@ def dispatch_order(schedule: Schedule) -> list[Call]:
     Args:
       schedule: a legal schedule. Durations are the defaults of `simulate`, not measured ones,
         because all processes must find one order, and the measurements of processes may differ.
+      shared: the ends of the model that all ranks share (`schedules.clocks.shared`).
 
     Raises:
       ScheduleError: an illegal schedule.
     """
     flat, wires = flatten(check(schedule)), links(schedule)
-    lasting = action_times(schedule, Costs())
+    lasting = action_times(schedule, Costs(), shared)
     starts = np.concatenate(run(schedule, durations=lasting))
-    actions = actions_of(schedule)
+    actions, work = actions_of(schedule), neighbours(schedule, shared)
     ranks, targets = flat.rank.tolist(), wires.target.tolist()
-    calls = [Call(*one) for one in zip(actions, ranks, strict=True)]
-    sending = np.flatnonzero((wires.sent >= 0) & wires.crosses)
-    calls += [Call(actions[n], ranks[n], targets[n]) for n in sending.tolist()]
-    # A message comes before actions that start when it is sent: one of them may wait for it.
-    times = np.concatenate([starts, (starts + lasting)[sending]])
-    is_action = np.arange(len(calls)) < len(actions)
-    order = np.lexsort((is_action, times))
-    return [calls[n] for n in order.tolist()]
+    # A message, or shared work after an action, comes before actions that start at that time: one
+    # of them may wait for it.
+    is_sent, ends = (wires.sent >= 0) & wires.crosses, starts + lasting
+    groups = [
+        (0, None, is_sent, ends),
+        (0, "head", work.head, ends),
+        (0, "scatter", work.scatter, ends),
+        (1, "lookup", work.lookup, starts),
+        (2, None, np.ones_like(is_sent), starts),
+    ]
+    calls, keys = list[Call](), list[tuple[float, int]]()
+    for turn, part, does, times in groups:
+        for n in np.flatnonzero(does).tolist():
+            target = targets[n] if turn == 0 and part is None else None
+            calls.append(Call(actions[n], ranks[n], target, part))
+            keys.append((times[n], turn))
+    return [calls[n] for n in sorted(range(len(calls)), key=keys.__getitem__)]
 
 
 Value = tuple[str, int, int]  # name (`ValueKind.names`), reading stage, unit of its last reader
@@ -82,6 +95,7 @@ class Work:
       offload: the values that are in host memory between two actions, from `hosted`.
       windows: [K] the window into which a stage's weights are gathered before a run of its actions,
         None for a stage whose weights are gathered otherwise; empty if all are.
+      shared: the ends of the model that all ranks share.
     """
 
     kinds: Sequence[frozenset[str]]
@@ -89,6 +103,7 @@ class Work:
     keep: Keep
     offload: Offload = None
     windows: Sequence[int | None] = ()
+    shared: Shared = ()
 
 
 @dataclass(frozen=True)
@@ -147,8 +162,32 @@ class Gather:
         return (self.rank,)
 
 
-def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send | Gather]:
-    """List the actions, messages and gathers of all ranks with their values, in dispatch order.
+@dataclass(frozen=True)
+class Joint:
+    """Work of all ranks on a microbatch (`schedules.clocks.shared`).
+
+    Attributes:
+      part: "lookup" makes the first stage's input. "head" reads the last stage's output, and
+        replaces it by its gradient. "scatter" reads the gradient of the first stage's input.
+      value: the value that it makes or reads; the input and its gradient have one name, and so have
+        the output and its gradient.
+      makes: whether the value exists afterwards.
+      owner: the rank that has the value.
+      ranks: all ranks.
+    """
+
+    part: str
+    value: Value
+    makes: bool
+    owner: int
+    ranks: tuple[int, ...]
+
+
+AnyCall = Dispatch | Send | Joint
+
+
+def calls_of(schedule: Schedule, work: Work) -> list[AnyCall | Gather]:
+    """List the calls of all ranks with their values, in dispatch order.
 
     `dispatch_order` defines the order. An action that computes nothing is left out: a W of a frozen
     stage, or the last stage's F if its backward repeats F. A gather comes before the first action
@@ -156,21 +195,58 @@ def calls_of(schedule: Schedule, work: Work) -> list[Dispatch | Send | Gather]:
     """
     calls = _calls_with_values(schedule, work)
     if work.offload:
-        calls = _with_copies(calls, hosted(schedule, work.keep, work.offload))
+        calls = _with_copies(calls, hosted(schedule, work.keep, work.offload, work.shared))
     return list(_with_gathers(calls, work.windows) if work.windows else calls)
 
 
-def _calls_with_values(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
+def _calls_with_values(schedule: Schedule, work: Work) -> list[AnyCall]:
     calls = [
         call
-        for call in dispatch_order(schedule)
+        for call in dispatch_order(schedule, work.shared)
         if call.action.kind in work.kinds[call.action.stage]
+        and (call.part != "scatter" or work.sends[0])
     ]
+    reads, writes = _values_of(schedule, work, calls)
+    number = {call.action: n for n, call in enumerate(calls) if call[2:] == (None, None)}
+    # The head replaces an output that a backward reads by its gradient; an inference has no reader.
+    # The scatter reads the gradient that the first stage's backward leaves in place of its input.
+    known = {value for of in writes for value in of.values()}
+    for call in calls:
+        if call.part in ("head", "scatter"):
+            value = _value_of(call, schedule)
+            writes[number[call.action]][value[0]] = value
+    results: list[AnyCall] = []
+    for n, call in enumerate(calls):
+        action, rank, target, part = call
+        if part is not None:
+            value = _value_of(call, schedule)
+            makes = part == "lookup" or (part == "head" and value in known)
+            results.append(Joint(part, value, makes, rank, tuple(range(schedule.num_ranks))))
+            continue
+        if target is None:
+            results.append(Dispatch(action, rank, reads[n], writes[n]))
+            continue
+        sent = writes[number[action]].values()
+        crossing = (value for value in sent if schedule.placement[value[1]] == target)
+        results += (Send((rank, target), value) for value in crossing)
+    return results
+
+
+def _value_of(call: Call, schedule: Schedule) -> Value:
+    """Return the value that work of all ranks makes or reads."""
+    name = "gradient" if call.part == "head" else "operand"
+    return name, call.action.stage, unit_of(call.action, schedule.num_slices)
+
+
+def _values_of(
+    schedule: Schedule, work: Work, calls: Sequence[Call]
+) -> tuple[list[dict[str, tuple[Value, bool]]], list[dict[str, Value]]]:
+    """Return `Dispatch.reads` and `Dispatch.writes` of each call that is an action."""
     # The same calls as a layout of one action a tick: lowering says who reads and writes a value.
-    number = {call.action: n for n, call in enumerate(calls) if call.target is None}
+    number = {call.action: n for n, call in enumerate(calls) if call[2:] == (None, None)}
     times = np.array([number.get(action, -1) for action in actions_of(schedule)])
-    on_device = hosted(schedule, work.keep, None)
-    live = values(Ticks(schedule, "single", times), work.keep, (), on_device)
+    on_device = hosted(schedule, work.keep, None, work.shared)
+    live = values(Ticks(schedule, "single", times), work.keep, work.shared, on_device)
     has_gradient = [*work.sends[1:], True]  # only the last stage needs no message
     reads: list[dict[str, tuple[Value, bool]]] = [{} for _ in calls]
     writes: list[dict[str, Value]] = [{} for _ in calls]
@@ -181,25 +257,18 @@ def _calls_with_values(schedule: Schedule, work: Work) -> list[Dispatch | Send]:
             # A stage that adds losses has a backward even if the next stage has no gradient for it.
             if kind.name == "gradient" and not has_gradient[action.stage]:
                 continue
-            unit = unit_of(action, schedule.num_slices)
-            writes[born][name] = value = name, action.stage, unit
+            value = name, action.stage, unit_of(action, schedule.num_slices)
+            if name != "operand" or action.stage > 0:  # a lookup makes the first stage's input
+                writes[born][name] = value
             for n in touched:
                 if n > born:
                     reads[n][name] = value, n == last
                 if kind.is_sum and born < n < last:
                     writes[n][name] = value
-    results: list[Dispatch | Send] = []
-    for n, (action, rank, target) in enumerate(calls):
-        if target is None:
-            results.append(Dispatch(action, rank, reads[n], writes[n]))
-            continue
-        sent = writes[number[action]].values()
-        crossing = (value for value in sent if schedule.placement[value[1]] == target)
-        results += (Send((rank, target), value) for value in crossing)
-    return results
+    return reads, writes
 
 
-def _with_copies(calls: Sequence[Dispatch | Send], choice: Hosted) -> list[Dispatch | Send]:
+def _with_copies(calls: Sequence[AnyCall], choice: Hosted) -> list[AnyCall]:
     """Add the copies of values to host memory and back.
 
     A stash or crossing goes to host memory after the action that makes it, an input after its first
@@ -210,7 +279,7 @@ def _with_copies(calls: Sequence[Dispatch | Send], choice: Hosted) -> list[Dispa
     first: dict[Value, int] = {}
     latest: dict[int, int] = {}  # by rank
     for n, one in enumerate(calls):
-        if isinstance(one, Send):
+        if not isinstance(one, Dispatch):
             continue
         first |= {value: n for value in one.writes.values() if value[0] != "operand"}
         for (name, stage, unit), is_last in one.reads.values():
@@ -221,14 +290,14 @@ def _with_copies(calls: Sequence[Dispatch | Send], choice: Hosted) -> list[Dispa
                 moved[begun][1].append((name, stage, unit))
         latest[one.rank] = n
     return [
-        one if isinstance(one, Send) else replace(one, to_device=back, to_host=there)
+        replace(one, to_device=back, to_host=there) if isinstance(one, Dispatch) else one
         for one, (back, there) in zip(calls, moved, strict=True)
     ]
 
 
 def _with_gathers(
-    calls: Iterable[Dispatch | Send], windows: Sequence[int | None]
-) -> Iterator[Dispatch | Send | Gather]:
+    calls: Iterable[AnyCall], windows: Sequence[int | None]
+) -> Iterator[AnyCall | Gather]:
     """Add a gather before the first of a rank's actions that needs another chunk in a window."""
     whole: dict[tuple[int, int], int] = {}  # by rank and window
     for one in calls:

@@ -35,6 +35,7 @@ from collectives import make_mesh, vary
 from collectives.transfer import Exchange
 from pipeline import Pipeline, initialize, shard_batch
 from pipeline.processes import Cluster, local_rows
+from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 
 STEPS, WIDTH, MICROBATCHES = 30, 8, 4
 
@@ -111,7 +112,7 @@ class Head(nnx.Module):
 
 
 def whole() -> list[float]:
-    """Loss, and sums of gradients, with data 2 x stage 2, outside jit."""
+    """Loss, and sums of absolute gradients, with data 2 x stage 2, outside jit."""
     rngs = nnx.Rngs(0)
     pipe = Pipeline(
         [Stage(rngs), Deep(rngs)],
@@ -122,6 +123,28 @@ def whole() -> list[float]:
         loss_fn=mean_square,
     )
     x, t = np.random.default_rng(0).normal(size=(2, 8, WIDTH)).astype(np.float32)
+    return numbers(pipe, x, t)
+
+
+def words() -> list[float]:
+    """The same of programs, some of which all ranks run together."""
+    rngs = nnx.Rngs(0)
+    embed = VocabularyEmbedding(11, WIDTH, rngs=rngs)
+    pipe = Pipeline(
+        [Stage(rngs), Stage(rngs)],
+        4,
+        schedule="1f1b",
+        mesh=make_mesh(stage=2, data=2),
+        embed=embed,
+        head=VocabularyHead(11, WIDTH, tied=embed),
+        loss_fn=CrossEntropy(),
+        vocabulary="stage",
+        engine="programs",
+    )
+    return numbers(pipe, *np.random.default_rng(0).integers(11, size=(2, 16)))
+
+
+def numbers(pipe: Pipeline, x: Any, t: Any) -> list[float]:
     loss, grads = pipe.value_and_grad(x, t)
     return [float(loss), *(float(jnp.sum(jnp.abs(g))) for g in jax.tree.leaves(grads))]
 
@@ -206,7 +229,7 @@ def main() -> None:
             Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
         return
     if what == "whole":
-        found = whole()
+        found = whole() + words()
         if here.index == 0:
             Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
         return

@@ -167,7 +167,7 @@ def make_batch(case: Case) -> tuple[Any, Any, Any, Any]:
 
 def with_programs(options: dict[str, Any]) -> dict[str, Any]:
     """The options of a case for ``engine="programs"``, without those that only the scan has."""
-    only_of_scan = "pattern", "delayed", "vocabulary"
+    only_of_scan = "pattern", "delayed"
     kept = {name: value for name, value in options.items() if name not in only_of_scan}
     return kept | {"engine": "programs"}
 

@@ -15,12 +15,13 @@ from tests.support.sizes import is_legal
 
 @st.composite
 def cases(draw):
-    """A family's schedule, and the process of each rank."""
+    """A family's schedule, the ends that ranks share, and the process of each rank."""
     V = draw(st.integers(1, 2))
     S, M = draw(st.integers(1, 5)), draw(st.integers(1, 8))
     name = draw(st.sampled_from([n for n in schedules.names() if is_legal(n, S, M, V)]))
     schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
-    return schedule, draw(st.lists(st.integers(0, 3), min_size=S, max_size=S))
+    shared = draw(st.sampled_from([(), ("embed",), ("head",), ("embed", "head")]))
+    return schedule, shared, draw(st.lists(st.integers(0, 3), min_size=S, max_size=S))
 
 
 def unended(schedule, queues: dict[int, list[Call]], home: list[int]) -> list[Call]:
@@ -32,11 +33,14 @@ def unended(schedule, queues: dict[int, list[Call]], home: list[int]) -> list[Ca
     ended, there = set(), {-1}  # calls, and messages that have come
 
     def processes(call: Call) -> set[int]:
+        if call.part is not None:
+            return set(queues)
         return {home[rank] for rank in (call.rank, call.target) if rank is not None}
 
     def can_end(call: Call) -> bool:
         awaited, _, _ = messages[call.action]
-        has_data = call._replace(target=None) in ended if call.target is not None else True
+        action = call._replace(target=None, part=None)
+        has_data = action == call or call.part == "lookup" or action in ended
         have_come = all(queues[process][:1] == [call] for process in processes(call))
         return awaited in there and has_data and have_come
 
@@ -46,7 +50,7 @@ def unended(schedule, queues: dict[int, list[Call]], home: list[int]) -> list[Ca
             queues[process].pop(0)
         ended.add(call)
         _, sent, crosses = messages[call.action]
-        if crosses == (call.target is not None):
+        if call.part is None and crosses == (call.target is not None):
             there.add(sent)
     return [queue[0] for queue in queues.values() if queue]
 
@@ -54,21 +58,39 @@ def unended(schedule, queues: dict[int, list[Call]], home: list[int]) -> list[Ca
 def queues_of(order: list[Call], home: list[int]) -> dict[int, list[Call]]:
     def calls(process: int) -> list[Call]:
         ranks = {rank for rank, where in enumerate(home) if where == process}
-        return [call for call in order if ranks & {call.rank, call.target}]
+        return [call for call in order if call.part or ranks & {call.rank, call.target}]
 
     return {process: calls(process) for process in set(home)}
 
 
 @given(cases())
 def test_processes_end_wherever_the_ranks_are(case) -> None:
-    schedule, home = case
-    order = dispatch_order(schedule)
-    for rank, actions in enumerate(schedule.orders):
-        mine = [call.action for call in order if call.rank == rank and call.target is None]
-        assert mine == list(actions)
+    schedule, shared, home = case
+    order = dispatch_order(schedule, shared)
+    actions = [call for call in order if call.target is None and call.part is None]
+    for rank, of_rank in enumerate(schedule.orders):
+        assert [call.action for call in actions if call.rank == rank] == list(of_rank)
     crosses = int((links(schedule).crosses & (links(schedule).sent >= 0)).sum())
     assert sum(call.target is not None for call in order) == crosses
     assert not unended(schedule, queues_of(order, home), home)
+    # A lookup comes before its forward, a scatter after its backward, and a head between both.
+    at = {call: n for n, call in enumerate(order)}
+    parts = [call for call in order if call.part]
+    per_unit = {"embed": 2, "head": 1}
+    assert len(parts) == schedule.num_units * sum(per_unit[end] for end in shared)
+    for call in parts:
+        assert (at[call] < at[call._replace(part=None)]) == (call.part == "lookup")
+        if call.part == "head":
+            units = (call.action.stage, call.action.microbatch)
+            backwards = [
+                n
+                for one, n in at.items()
+                if one.part is None
+                and one.target is None
+                and one.action.kind in "BI"
+                and (one.action.stage, one.action.microbatch) == units
+            ]
+            assert at[call] < min(backwards)
 
 
 def test_processes_that_call_as_it_suits_each_wait_for_each_other() -> None:

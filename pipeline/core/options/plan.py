@@ -230,7 +230,7 @@ class Plan(Options):
     def clock(self) -> dict[str, Any]:
         """The options of `simulate` for this engine; "programs" uses the event clock."""
         if self.engine == "programs":
-            return {"clock": "event", "costs": self.durations}
+            return {"clock": "event", "costs": self.durations, "shared": self.shared}
         sizes = {"costs": self.durations, "pattern": self.pattern, "shared": self.shared}
         moved = {"offload": self.offload, "keep": self.keep}
         return {"clock": "lockstep", **sizes, **moved, **self.sends}

@@ -115,18 +115,19 @@ def _check_timetable(plan: Plan) -> None:
 
 def _check_programs(options: Options, shared: Shared) -> None:
     """Raise ValueError for an option that ``engine="programs"`` does not support."""
-    exchanges = "it describes exchanges in which all ranks keep step"
-    only_of_scan = [
-        ("pattern", options.pattern is not None, exchanges),
-        ("delayed", bool(options.delayed), exchanges),
-        ("vocabulary", bool(shared), "all ranks run embed or head together"),
-    ]
-    for name, is_used, why in only_of_scan:
+    only_of_scan = {"pattern": options.pattern is not None, "delayed": bool(options.delayed)}
+    for name, is_used in only_of_scan.items():
         if is_used:
             raise ValueError(
-                f"engine='programs' does not support {name}={getattr(options, name)!r}: {why}, and "
-                f"a rank of programs waits only for its data; leave it out, or use engine='scan'"
+                f"engine='programs' does not support {name}={getattr(options, name)!r}: it "
+                f"describes exchanges in which all ranks keep step, and a rank of programs waits "
+                f"only for its data; leave it out, or use engine='scan'"
             )
+    if shared and options.stage_meshes is not None:
+        raise ValueError(
+            "vocabulary='stage' with stage_meshes=: all ranks run embed or head together, as one "
+            "program, and a program runs on one mesh; give mesh=, or use vocabulary='ends'"
+        )
 
 
 def with_microbatches(plan: Plan, num_microbatches: int | None) -> Plan:

@@ -30,7 +30,7 @@ from pipeline.core.programs.traced import Traced
 from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.stores.totals import StepSums
 
-Programs = Sequence[tuple[RankProgram, int]]  # with their ranks
+Programs = Sequence[tuple[RankProgram, int | None]]  # with their ranks
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,14 @@ class JoinedFinish:
     def __call__(
         self,
         operands: Mapping[int | None, Leaves],
-        sums: Mapping[int, Tree],
-        shared: Mapping[int, Tree],
+        sums: Mapping[int | None, Tree],
+        shared: Mapping[int | None, Tree],
     ) -> Any:
         join = self._operands.meshes.join
         if self._waits:  # so that the launch of this program finds no program in flight
-            jax.block_until_ready(sums)
-        results = self._run(operands[None], join(sums.values()), join(shared.values()))
+            jax.block_until_ready([*sums.values()])
+        of_ranks = (of for rank, of in sums.items() if rank is not None)
+        results = self._run(operands[None], join(of_ranks) | sums[None], shared[None])
         return jax.block_until_ready(results) if self._waits else results
 
 
@@ -168,8 +169,8 @@ class FinishByRank:
     def __call__(
         self,
         operands: Mapping[int | None, Leaves],
-        sums: Mapping[int, dict[str, Leaves]],
-        shared: Mapping[int, Tree],
+        sums: Mapping[int | None, dict[str, Leaves]],
+        shared: Mapping[int | None, Tree],
     ) -> Any:
         last, ranks = self._placement[-1], range(len(self._ranks))
         of_ranks: Any = self._sums_elsewhere | {**sums}

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,7 +33,8 @@ class RankMeshes:
     Attributes:
       local_ranks: the ranks of which this process has a device.
       abstract: the abstract mesh of each rank.
-      sharding: a cached function from a rank and a spec to the sharding.
+      sharding: a cached function from a rank and a spec to the sharding; from None and a spec, on
+        the pipeline's mesh.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -44,7 +46,8 @@ class RankMeshes:
         self.abstract: AbstractMesh = like.abstract_mesh
         self.local_ranks = [rank for rank, mesh in enumerate(self.ranks) if mesh.local_devices]
         # Cached, because JAX finds a sharding's devices once per object.
-        self.sharding = functools.cache(lambda rank, spec: NamedSharding(self.ranks[rank], spec))
+        meshes: dict[int | None, Mesh] = {None: plan.mesh, **dict(enumerate(self.ranks))}
+        self.sharding = functools.cache(lambda rank, spec: NamedSharding(meshes[rank], spec))
 
     def devices(self, rank: int) -> tuple[Any, ...]:
         return tuple(self.ranks[rank].devices.flat)
@@ -80,8 +83,17 @@ class RankMeshes:
         shaped = [(self.part_shape(x.shape, spec), x.dtype, spec) for x, spec in pairs]
         return jax.tree.unflatten(treedef, [typed(self.abstract, *one) for one in shaped])
 
-    def replicate(self, rank: int, numbers: Sequence[Any]) -> list[jax.Array]:
-        """Copy numbers to every device of a rank."""
+    def zeros(self, rank: int, types: Tree) -> Tree:
+        """Make values of zeros on a rank's devices (`value_types`)."""
+
+        def make(t: Any) -> jax.Array:
+            zeros = np.zeros(t.shape, t.dtype)
+            return distribute(zeros, self.sharding(rank, t.sharding.spec), compare=False)
+
+        return jax.tree.map(make, self.value_types(types))
+
+    def replicate(self, rank: int | None, numbers: Sequence[Any]) -> list[jax.Array]:
+        """Copy numbers to every device of a rank, or with None of all ranks."""
         return [distribute(n, self.sharding(rank, P()), compare=False) for n in numbers]
 
     # --- values between actions: each device has its own ---
@@ -131,6 +143,16 @@ class RankMeshes:
             return from_shards((lead * count, *rest), sharding, shards)
 
         return jax.tree.map(joined, *trees)
+
+    def part_on(self, rank: int, tree: Tree) -> Tree:
+        """Return a rank's part of a tree from `join`, without a copy."""
+
+        def part(leaf: jax.Array) -> jax.Array:
+            spec = cast("NamedSharding", leaf.sharding).spec
+            shape = self.part_shape(leaf.shape, spec)
+            return from_shards(shape, self.sharding(rank, spec), shards_of(leaf))
+
+        return jax.tree.map(part, tree)
 
 
 def drop_device_axis(tree: Tree) -> Tree:

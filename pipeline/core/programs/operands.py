@@ -44,8 +44,11 @@ class StepOptions:
         return self.request.training and self.plan.keep == "residuals"
 
     def op(self, kind: Any, stage: int) -> Op:
-        stages = self.model.stages
-        return Op(kind, stages[stage].chunk, stage == 0, stage == len(stages) - 1)
+        # The first and the last stage are stages like all others if all ranks share their end.
+        stages, shared = self.model.stages, self.plan.shared
+        is_first = stage == 0 and "embed" not in shared
+        is_last = stage == len(stages) - 1 and "head" not in shared
+        return Op(kind, stages[stage].chunk, is_first, is_last)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
-"""The programs of a rank: its actions, and the program before the first action.
+"""The programs of a step: actions of a rank, what comes before them, and work of all ranks.
 
-Each program is traced on a rank's abstract mesh, and lowered once for all ranks that run it. XLA
+A rank's program is traced on its abstract mesh, and lowered once for all ranks that run it. XLA
 compiles it for the devices of each rank.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives import vary
@@ -26,6 +26,7 @@ from pipeline.base.tree import Tree, blank, vary_like
 from pipeline.core.programs.meshes import add_device_axis, drop_device_axis
 from pipeline.core.programs.operands import Operands
 from pipeline.core.programs.traced import Traced
+from pipeline.core.step.run.vocabulary import VocabularyParallel
 from pipeline.core.step.stores.store import ActionValues
 from schedules.lowering.kinds import VALUE_KINDS
 from schedules.lowering.program import Op
@@ -46,6 +47,7 @@ class RankProgram:
       results: the specs of the results between programs, which also name the compiler's axes.
       leaves_at: the number of the argument that has the leaves of the operands.
       donated: the arguments whose memory the results may reuse.
+      mesh: the mesh of a program that all ranks run together; None for a program of one rank.
 
     Attributes:
       reads: the numbers of the leaves that the function reads, set by `lower`.
@@ -59,16 +61,17 @@ class RankProgram:
     results: Any
     leaves_at: int = 0
     donated: tuple[int, ...] = ()
+    mesh: Mesh | None = None
     reads: list[int] = field(default_factory=list)
 
-    def lower(self) -> Callable[[int], Callable[[], Any]]:
+    def lower(self) -> Callable[[Any], Callable[[], Any]]:
         """Lower the function once for all ranks; return what a rank calls to compile it.
 
         If JAX needs devices to lower it, it is lowered for each rank: if it has callbacks, or no
-        results with shardings.
+        results with shardings. A program of all ranks is lowered on its mesh.
         """
         meshes, shared = self.operands.meshes, None
-        if jax.tree.leaves(self.results):
+        if self.mesh is None and jax.tree.leaves(self.results):
             platform = self.operands.options.plan.mesh.devices.flat[0].platform
             traced, self.reads = self._traced(meshes.abstract, self.types)
             shared = without_warnings_of_donation(lambda: lower_without_devices(traced, platform))
@@ -81,12 +84,12 @@ class RankProgram:
 
         return lower_for
 
-    def lower_on(self, rank: int) -> jax.stages.Lowered:
+    def lower_on(self, rank: Any) -> jax.stages.Lowered:
         """Lower the function for a rank's devices alone; ``reads`` stays."""
         return self._lower_on(rank)[0]
 
-    def _lower_on(self, rank: int) -> tuple[jax.stages.Lowered, list[int]]:
-        mesh = self.operands.meshes.ranks[rank]
+    def _lower_on(self, rank: Any) -> tuple[jax.stages.Lowered, list[int]]:
+        mesh = self.mesh or self.operands.meshes.ranks[rank]
         types = jax.tree.map(lambda t: typed(mesh, t.shape, t.dtype, t.sharding.spec), self.types)
         traced, reads = self._traced(mesh, types)
         return without_warnings_of_donation(traced.lower), reads
@@ -224,6 +227,45 @@ def action_program(
     # A backward may reuse the memory of the values that it reads last.
     how: Any = {"leaves_at": 4, "donated": (0,) if op.kind == "F" else (0, 1)}
     return RankProgram(operands, act, in_specs, in_types, out_specs, results, **how)
+
+
+def joint_program(traced: Traced, part: str, names: Names, makes: bool) -> RankProgram:
+    """Make the program of a `Joint`, which all ranks run together on the pipeline's mesh.
+
+    It maps ``(sums, values, unit, operands, shared)`` to ``(sums, values)``. Only one rank's value
+    is read, and only one rank's result: the input or output of a stage, or a gradient for it.
+
+    Args:
+      names: the names of the sums to which it adds.
+      makes: whether it returns a value.
+    """
+    operands, meshes, mesh = traced.operands, traced.operands.meshes, traced.options.plan.mesh
+    x = traced.wire
+    given, made = [] if part == "lookup" else [x], [x] * makes
+    sums = {name: traced.sums[name] for name in names}
+
+    def together(of_sums: Any, values: Any, unit: Any, leaves: list[Any], once: Any) -> Any:
+        program = traced.open(*operands.of(leaves), drop_device_axis(once))
+        program.put(entering(of_sums, sums))
+        work = VocabularyParallel(program.step, program.sums, x)
+        message = None if part == "lookup" else drop_device_axis(values[0])
+        result = work.run(part, message, unit)
+        return leaving(program.get(sums), [result] * makes, sums, made)
+
+    together.__name__ = part
+    specs_of, number = meshes.value_specs, jax.ShapeDtypeStruct((), jnp.int32)
+    in_specs = *specs_of((sums, given)), P(), operands.manual, specs_of(traced.shared)
+    in_types = (
+        operands.sum_types(sums, mesh),
+        meshes.value_types(given, mesh),
+        typed(mesh, number.shape, number.dtype, P()),
+        operands.whole_types(mesh),
+        meshes.value_types(traced.shared, mesh),
+    )
+    out_specs = specs_of((sums, made))
+    how: Any = {"leaves_at": 3, "donated": (0,), "mesh": mesh}
+    results = operands.sum_specs(sums), out_specs[1]
+    return RankProgram(operands, together, in_specs, in_types, out_specs, results, **how)
 
 
 def entering(sums: Tree, types: Tree) -> Tree:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives.compat import HOST_MEMORY
 from collectives.transfer import waits
-from pipeline.base.tree import real
+from pipeline.base.tree import Leaves, real
 from pipeline.core.model.model import Batch, Weights
 from pipeline.core.programs.finish import FinishByRank, JoinedFinish, Results
 from pipeline.core.programs.messages import lower_message, move
@@ -27,6 +27,7 @@ from pipeline.core.programs.program import (
     action_program,
     begin_program,
     gather_program,
+    joint_program,
 )
 from pipeline.core.programs.traced import trace_ranks, work_of
 from pipeline.core.step.calls.opened import StepInputs
@@ -34,9 +35,30 @@ from pipeline.core.step.calls.rank import StepRequest
 from pipeline.core.step.ranks import deal
 from pipeline.core.step.share import share_of
 from schedules.core.action import unit_of
-from schedules.lowering.dispatch import Dispatch, Gather, Send, Value, calls_of
+from schedules.lowering.dispatch import AnyCall, Dispatch, Gather, Joint, Send, Value, calls_of
 
 Name = tuple[str, int, int]  # of a function
+
+
+Where = int | None  # the rank that runs a program; None if all ranks run it together
+
+
+@dataclass
+class _StepState:
+    """The arrays of a step that runs.
+
+    Attributes:
+      taken: by program and rank, the operands that the program reads.
+      sums: by rank; for None the sums, joined, to which only work of all ranks adds.
+      shared: by rank, what the step computes once (`Traced.shared`); for None joined.
+      made: by rank and chunk, the weights that the step makes.
+    """
+
+    taken: dict[tuple[RankProgram, Where], Leaves]
+    sums: dict[Where, Any] = field(default_factory=dict)
+    shared: dict[Where, Any] = field(default_factory=dict)
+    made: dict[int, dict[int, Any]] = field(default_factory=dict)
+    values: dict[Value, Any] = field(default_factory=dict)
 
 
 class StepPrograms:
@@ -49,8 +71,8 @@ class StepPrograms:
     Attributes:
       ranks: [S] the facts from a trace of the model; ranks with equal meshes share them.
       order: the calls of this process, in order.
-      programs: the programs of this process's ranks with the rank, by ("begin", rank, 0),
-        and for gathers and actions by `name_of`.
+      programs: the programs of this process's ranks with the rank, by ("begin", rank, 0), and by
+        `name_of` for gathers, actions, and, without a rank, work of all ranks.
       compiled: the functions to call, by the same names, and for messages by `name_of`.
       ratio: the step of forward actions that runs before this step to compute the share of its
         loss; None if the step needs no share.
@@ -91,18 +113,23 @@ class StepPrograms:
             for of in self.schedule.stages_of
         ]
         self.programs = self._list_programs()
+        joint = {self.name_of(one) for one in self.order if isinstance(one, Joint)}
+        self._has_joint = bool(joint)
+        # The sums to which only work of all ranks adds stay joined during a step.
+        by_ranks = {of for name in self._sums.keys() - joint for of in self._sums[name]}
+        self._only_joint = {of for name in joint for of in self._sums[name]} - by_ranks
         self.compiled: dict[Name, Any] = {}
         finish = JoinedFinish if options.plan.stage_meshes is None else FinishByRank
         self._finish: JoinedFinish | FinishByRank = finish(self.ranks, results)
 
-    def _list_programs(self) -> dict[Name, tuple[RankProgram, int]]:
+    def _list_programs(self) -> dict[Name, tuple[RankProgram, Where]]:
         known: dict[Any, RankProgram] = {}
-        programs: dict[Name, tuple[RankProgram, int]] = {}
+        programs: dict[Name, tuple[RankProgram, Where]] = {}
 
-        def add(name: Name, rank: int, make: Callable[..., RankProgram], *given: Any) -> None:
-            if (make, *given) not in known:
-                known[make, *given] = make(*given)
-            programs[name] = known[make, *given], rank
+        def add(name: Name, rank: Where, make: Callable[..., RankProgram], *of: Any) -> None:
+            if (make, *of) not in known:
+                known[make, *of] = make(*of)
+            programs[name] = known[make, *of], rank
 
         for rank in self.meshes.local_ranks:
             names = tuple(self.ranks[rank].sums_on(rank))
@@ -111,7 +138,12 @@ class StepPrograms:
         for one in self.order:
             if isinstance(one, Send):
                 continue
-            traced, name = self.ranks[one.rank], self.name_of(one)
+            name = self.name_of(one)
+            if isinstance(one, Joint):
+                names = self._sums[name] = self.ranks[0].sums_of_joint(one.part)
+                add(name, None, joint_program, self.ranks[0], one.part, names, one.makes)
+                continue
+            traced = self.ranks[one.rank]
             if isinstance(one, Gather):
                 add(name, one.rank, gather_program, traced, self.chunk_of[one.stage])
             elif name not in programs:
@@ -126,7 +158,7 @@ class StepPrograms:
 
     def lower(self) -> list[jax.stages.Lowered]:
         """Lower each program once, for the first of its ranks; messages are left out."""
-        ranks: dict[RankProgram, int] = {}
+        ranks: dict[RankProgram, Where] = {}
         for program, rank in self.programs.values():
             ranks.setdefault(program, rank)
         before = [] if self.ratio is None else self.ratio.lower()
@@ -167,9 +199,15 @@ class StepPrograms:
         self.compiled = {name: functions[key] for name, key in key_of.items()}
         self._finish.compile(list(self.programs.values()))
         numbers = list(np.arange(self.schedule.num_units, dtype=np.int32))
-        local = self.meshes.local_ranks
-        self._numbers = {rank: self.meshes.replicate(rank, numbers) for rank in local}
-        self._waits = {rank: waits(self.meshes.ranks[rank]) for rank in local}
+        local, places = self.meshes.local_ranks, list[Where](self.meshes.local_ranks)
+        self._waits: dict[Where, bool] = {rank: waits(self.meshes.ranks[rank]) for rank in local}
+        if self._has_joint:
+            places.append(None)
+            # On CPUs the launch of a program of all devices must find no program in flight, even
+            # in one process: `waits` explains it.
+            self._waits[None] = self._plan.mesh.devices.flat[0].platform == "cpu"
+            self._blank = {rank: self.meshes.zeros(rank, self.ranks[0].wire) for rank in local}
+        self._numbers = {place: self.meshes.replicate(place, numbers) for place in places}
         return self
 
     @jax.disable_jit(False)  # its functions are compiled
@@ -183,61 +221,98 @@ class StepPrograms:
         if self.ratio is not None:
             given = replace(given, ratio=self.ratio(weights, batch, StepInputs()))
         batch = deal(self._plan, batch)
-        meshes, numbers = self.meshes, self._numbers
         operands = self._finish.place(jax.tree.leaves((weights, batch, given)))
-        # By program and rank, the operands that the program reads.
         taken = {
             (program, rank): [operands[rank][n] for n in program.reads]
             for program, rank in dict.fromkeys(self.programs.values())
         }
-        sums, shared, made = {}, {}, {}
-        for rank in meshes.local_ranks:
-            name = "begin", rank, 0
-            sums[rank], shared[rank] = self._run(name, rank, taken[self.programs[name]])
-            made[rank] = {
-                v: {name: sums[rank].pop(name) for name in self.ranks[rank].made_of(v)}
-                for v in self._made_first[rank]
-            }
-        values: dict[Value, Any] = {}
+        state = _StepState(taken)
+        for rank in self.meshes.local_ranks:
+            self._begin(rank, state)
+        if self._plan.stage_meshes is None:
+            state.shared[None] = self.meshes.join(state.shared.values())
+            only = [{of: sums.pop(of) for of in self._only_joint} for sums in state.sums.values()]
+            state.sums[None] = self.meshes.join(only)
         for one in self.order:
-            if isinstance(one, Send):
-                received = self.compiled[self.name_of(one)](values.pop(one.value, None))
+            if isinstance(one, Dispatch):
+                self._run_action(one, state)
+            elif isinstance(one, Send):
+                received = self.compiled[self.name_of(one)](state.values.pop(one.value, None))
                 if received is not None:
-                    values[one.value] = received
-                continue
-            rank, name = one.rank, self.name_of(one)
-            if isinstance(one, Gather):
-                if one.replaced >= 0:
-                    del made[rank][self.chunk_of[one.replaced]]
-                of_chunk = self._run(name, rank, taken[self.programs[name]])
-                made[rank][self.chunk_of[one.stage]] = of_chunk
-                continue
-            for value in one.to_device:
-                values[value] = move(values[value], None)
-            last, kept = dict[str, Any](), dict[str, Any]()
-            for read, (value, is_last) in one.reads.items():
-                (last if is_last else kept)[read] = values.pop(value) if is_last else values[value]
-            added = {of: sums[rank][of] for of in self._sums[name]}
-            of_chunk = made[rank].get(self.chunk_of[one.action.stage], {})
-            unit = numbers[rank][unit_of(one.action, self.schedule.num_slices)]
-            of_rank = unit, taken[self.programs[name]], shared[rank], of_chunk
-            added, left = self._run(name, rank, added, last, kept, *of_rank)
-            sums[rank] |= added
-            values |= {value: left[of] for of, value in one.writes.items()}
-            for value in one.to_host:
-                values[value] = move(values[value], HOST_MEMORY)
-        return self._finish(operands, sums, shared)
+                    state.values[one.value] = received
+            elif isinstance(one, Joint):
+                self._run_together(one, state)
+            else:
+                self._gather(one, state)
+        return self._finish(operands, state.sums, state.shared)
 
-    def name_of(self, one: Dispatch | Send | Gather) -> Name:
+    def _begin(self, rank: int, state: _StepState) -> None:
+        name = "begin", rank, 0
+        state.sums[rank], state.shared[rank] = self._run(name, rank, self._taken(name, state))
+        state.made[rank] = {
+            v: {name: state.sums[rank].pop(name) for name in self.ranks[rank].made_of(v)}
+            for v in self._made_first[rank]
+        }
+
+    def _gather(self, one: Gather, state: _StepState) -> None:
+        name, made = self.name_of(one), state.made[one.rank]
+        if one.replaced >= 0:
+            del made[self.chunk_of[one.replaced]]
+        made[self.chunk_of[one.stage]] = self._run(name, one.rank, self._taken(name, state))
+
+    def _run_action(self, one: Dispatch, state: _StepState) -> None:
+        rank, name, values = one.rank, self.name_of(one), state.values
+        for value in one.to_device:
+            values[value] = move(values[value], None)
+        last, kept = dict[str, Any](), dict[str, Any]()
+        for read, (value, is_last) in one.reads.items():
+            (last if is_last else kept)[read] = values.pop(value) if is_last else values[value]
+        added = {of: state.sums[rank][of] for of in self._sums[name]}
+        of_chunk = state.made[rank].get(self.chunk_of[one.action.stage], {})
+        unit = self._numbers[rank][unit_of(one.action, self.schedule.num_slices)]
+        of_rank = unit, self._taken(name, state), state.shared[rank], of_chunk
+        added, left = self._run(name, rank, added, last, kept, *of_rank)
+        state.sums[rank] |= added
+        values |= {value: left[of] for of, value in one.writes.items()}
+        for value in one.to_host:
+            values[value] = move(values[value], HOST_MEMORY)
+
+    def _run_together(self, one: Joint, state: _StepState) -> None:
+        """Run work of all ranks, on their sums and on the value of one of them."""
+        name, meshes, ranks, joined = self.name_of(one), self.meshes, self.meshes.local_ranks, []
+        if one.part != "lookup":
+            value = state.values.pop(one.value, None)
+            joined = [meshes.join(value if r == one.owner else self._blank[r] for r in ranks)]
+        if self._waits[None]:
+            jax.block_until_ready([*state.sums.values(), *state.values.values(), joined])
+        names, whole = self._sums[name], state.sums[None]
+        parts = [of for of in names if of not in whole]
+        added = meshes.join({of: state.sums[rank][of] for of in parts} for rank in ranks)
+        added |= {of: whole[of] for of in names if of in whole}
+        of_step = self._numbers[None][one.value[2]], self._taken(name, state), state.shared[None]
+        added, made = self._run(name, None, added, joined, *of_step)
+        of_ranks = {of: added.pop(of) for of in parts}
+        whole |= added
+        for rank in ranks:
+            state.sums[rank] |= meshes.part_on(rank, of_ranks)
+        if one.makes and one.owner in ranks:
+            state.values[one.value] = meshes.part_on(one.owner, made[0])
+
+    def _taken(self, name: Name, state: _StepState) -> Leaves:
+        return state.taken[self.programs[name]]
+
+    def name_of(self, one: AnyCall | Gather) -> Name:
         """Return (kind, stage that runs or reads, slice); of a gather ("gather", rank, stage)."""
         if isinstance(one, Gather):
             return "gather", one.rank, one.stage
+        if isinstance(one, Joint):
+            return one.part, one.value[1], 0
         if isinstance(one, Send):
             kind, stage, unit = one.value
             return kind, stage, unit % self.schedule.num_slices
         return one.action.kind, one.action.stage, one.action.slice or 0
 
-    def _run(self, name: Name, rank: int, *given: Any) -> Any:
+    def _run(self, name: Name, rank: Where, *given: Any) -> Any:
         results = self.compiled[name](*given)
         return jax.block_until_ready(results) if self._waits[rank] else results
 

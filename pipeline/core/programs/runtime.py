@@ -11,6 +11,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import PartitionSpec as P
 
+from collectives import STAGE
 from collectives.compat import trace_context
 from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree, signature
@@ -36,7 +37,9 @@ from pipeline.core.step.results import (
     Gradients,
     StateLeaves,
     evaluation_results,
+    join_logits,
     outputs_of,
+    own_logits_of,
     state_after,
     training_results,
 )
@@ -129,9 +132,14 @@ def outputs(
 ) -> Any:
     """Compute outputs, as `pipeline.core.step.runtime.outputs` does, or log-probabilities."""
     request = StepRequest(training=False, take_loss=False, logprobs=logprobs)
-    results = lambda step, sums: outputs_of(sums, step.plan)  # noqa: E731
-    spec = plan.axes.output_spec
-    values, state = _infer(plan, model, weights, batch, request, results, spec)
+    arguments, spec = (plan, model, weights, batch, request), plan.axes.output_spec
+    if "head" in plan.shared and not logprobs:  # every rank has its words' logits of each row
+        logits_of = lambda step, sums: own_logits_of(sums, step.plan)  # noqa: E731
+        values, state = _infer(*arguments, logits_of, P(STAGE, *spec))
+        values = join_logits(values, model)
+    else:
+        results = lambda step, sums: outputs_of(sums, step.plan)  # noqa: E731
+        values, state = _infer(*arguments, results, spec)
     return jax.tree.map(lambda x: in_order(plan, x, spec, back=True), values), state
 
 

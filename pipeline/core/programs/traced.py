@@ -50,7 +50,8 @@ class StageTypes:
       carry: the values that a slice leaves for later slices of its sequence.
       carry_gradient: the sums of gradients for them.
       actions: the kinds of the stage's actions that compute anything.
-      sends: whether the stage's backward sends a gradient to the previous stage.
+      sends: whether the stage's backward sends a gradient to the previous stage, or to the
+        embedding that all ranks share.
       representative: the first stage whose programs equal this stage's programs.
     """
 
@@ -137,6 +138,16 @@ class Traced:
         names = [name for name, types in self.sums_on(rank).items() if types]
         training = self.options.request.training
         return sums_of_action(op, names, self.known.rank.facts, training=training)
+
+    @property
+    def wire(self) -> Tree:
+        """The type of all activations, if ranks share embed or head."""
+        return self.stages[0][0].operand
+
+    def sums_of_joint(self, part: str) -> tuple[str, ...]:
+        """List the names of the sums that work of all ranks may change (`Joint`)."""
+        own = {"lookup": (), "scatter": ("ends",), "head": ("ends", "loss", "weight", "results")}
+        return tuple(name for name, of in self.sums.items() if of and name.startswith(own[part]))
 
     def open(
         self, weights: Weights, batch: Batch, inputs: StepInputs, once: Once | None = None
@@ -287,6 +298,8 @@ def _stages(program: ProgramStep) -> tuple[list[list[StageTypes]], tuple[str, ..
     kinds = {action.kind for order in options.schedule.orders for action in order}
     known: dict[Any, StageTypes] = {}
     stages, unsplit, gathers = [], list[str](), False
+    table = options.model.tables.embed  # -1 without a table that all ranks share
+    scatters = options.request.training and table >= 0 and options.model.trained.ends[table]
     for k, position in enumerate(options.model.stages):
         ends, need = (k == 0, k == len(options.model.stages) - 1), step.needs[k]
         parts = []
@@ -309,7 +322,7 @@ def _stages(program: ProgramStep) -> tuple[list[list[StageTypes]], tuple[str, ..
                     carry=actions.kind.earlier,
                     carry_gradient=sums_of_carry(actions.kind.earlier),
                     actions=frozenset(work),
-                    sends=need.x and k > 0,
+                    sends=need.x and (k > 0 or scatters),
                     representative=k,
                 )
                 unsplit += halves.whole if halves else []
@@ -327,5 +340,5 @@ def work_of(ranks: Sequence[Traced]) -> Work:
     stages = [ranks[rank].stages[k][0] for k, rank in enumerate(options.schedule.placement)]
     training = options.request.training
     kinds, sends = [stage.actions for stage in stages], [stage.sends for stage in stages]
-    plan = options.plan
-    return Work(kinds, sends, plan.keep, plan.offload if training else None, ranks[0].windows)
+    plan, windows = options.plan, ranks[0].windows
+    return Work(kinds, sends, plan.keep, plan.offload if training else None, windows, plan.shared)

@@ -165,6 +165,11 @@ def own_logits_of(sums: StepSums, plan: Plan) -> jax.Array:
     return jnp.moveaxis(_joined(sums.results.all(), plan), -1, 0)
 
 
+def join_logits(logits: jax.Array, model: Model) -> jax.Array:
+    """Return [M * b, ..., words] logits from the [S n, M * b, ...] logits of all ranks."""
+    return jnp.moveaxis(logits, 0, -1)[..., : model.tables.head_words]
+
+
 def state_after(step: OpenedStep, weights: Weights) -> StateLeaves:
     # A step that writes no state returns its old state, so that the results always have one type.
     plan, state, declared = step.plan, step.rank.declared, step.rank.model.declared

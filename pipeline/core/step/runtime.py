@@ -38,6 +38,7 @@ from pipeline.core.step.results import (
     Gradients,
     StateLeaves,
     evaluation_results,
+    join_logits,
     outputs_of,
     own_logits_of,
     state_after,
@@ -196,8 +197,7 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[T
     spec = plan.axes.output_spec  # every rank has its words' logits of each row
     logits_of = lambda _, sums: own_logits_of(sums, plan)  # noqa: E731
     values, state = _infer(*arguments, request, logits_of, P(STAGE, *spec))
-    values = jnp.moveaxis(values, 0, -1)[..., : model.tables.head_words]
-    return in_order(plan, values, spec, back=True), state
+    return in_order(plan, join_logits(values, model), spec, back=True), state
 
 
 @PerPlan

@@ -26,7 +26,7 @@ from pipeline.core.programs.traced import Traced, work_of
 from pipeline.insight.forecast.ahead import check_optimizer
 from pipeline.insight.forecast.bytes import PlaceBytes, plural
 from pipeline.lint.placed import placed
-from schedules.lowering.dispatch import Dispatch, Gather, Send, Value, calls_of
+from schedules.lowering.dispatch import AnyCall, Dispatch, Gather, Joint, Send, Value, calls_of
 
 # Other kinds keep their names.
 _NAMES = {"operand": "message", "gradient": "message", "carry_gradient": "carry gradient"}
@@ -78,7 +78,8 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
     """Predict [S] the bytes of `runtime.train`; weights and batch as arrays or types.
 
     It does not count the forward actions that run first if a step needs its loss beforehand, the
-    microbatch numbers, and the zeros that a receiving process passes to an exchange.
+    microbatch numbers, and the zeros that a receiving process passes to an exchange, or a rank to
+    work of all ranks.
     """
     models = runtime.trace_train(plan, model, weights, batch)
     ranks = []
@@ -105,6 +106,7 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
                 ranks[rank].values, ranks[rank].counts = size, counts
         if isinstance(one, Send):
             ranks[one.ranks[0]].sent += held[one.ranks[0]][one.value]
+        if not isinstance(one, Dispatch):
             continue
         hosted[one.rank] -= sum(_size(models, value) for value in one.to_device)
         hosted[one.rank] += sum(_size(models, value) for value in one.to_host)
@@ -136,7 +138,7 @@ def _bytes_on_device(types: Tree) -> int:
 
 def held_before_calls(
     ranks: Sequence[Traced],
-) -> Iterator[tuple[Dispatch | Send, dict[int, dict[Value, int]]]]:
+) -> Iterator[tuple[AnyCall, dict[int, dict[Value, int]]]]:
     """List each call of a step with, by rank, the bytes of values held before the call."""
     held: dict[int, dict[Value, int]] = defaultdict(dict)
     for one in calls_of(ranks[0].options.schedule, work_of(ranks)):
@@ -148,6 +150,11 @@ def held_before_calls(
         if isinstance(one, Send):
             source, target = one.ranks
             held[target][one.value] = held[source].pop(one.value)
+            continue
+        if isinstance(one, Joint):
+            held[one.owner].pop(one.value, None)
+            if one.makes:
+                held[one.owner][one.value] = _size(ranks, one.value)
             continue
         rank = one.rank
         for value, is_last in one.reads.values():
@@ -170,7 +177,9 @@ def add_compiled(ranks: Sequence[RankBytes], step: StepPrograms) -> None:
     """Set `compiled` of this process's ranks to their peak while an action runs."""
     step.compile()
     for one, held in held_before_calls(step.ranks):
-        if isinstance(one, Dispatch) and (rank := one.rank) in step.meshes.local_ranks:
+        if isinstance(one, Send):
+            continue
+        for rank in set(one.ranks) & set(step.meshes.local_ranks):
             found = step.compiled[step.name_of(one)].memory_analysis()
             beside = found.output_size_in_bytes - found.alias_size_in_bytes
             size = sum(held[rank].values()) + found.temp_size_in_bytes + beside

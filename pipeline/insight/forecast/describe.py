@@ -156,7 +156,7 @@ def _programs(plan: Plan) -> list[str]:
 def _other_engine(plan: Plan) -> list[str]:
     """Say how long a step of the other engine takes by its clock, if it is clearly shorter."""
     other: Engine = "programs" if plan.engine == "scan" else "scan"
-    only_of_scan: Any = plan.shared or plan.pattern or plan.delayed
+    only_of_scan: Any = plan.pattern or plan.delayed
     if plan.schedule.num_ranks == 1 or plan.stage_meshes or (other == "programs" and only_of_scan):
         return []
     engines = plan, dataclasses.replace(plan, engine=other)

@@ -56,7 +56,8 @@ def read_programs(
     for rank, held in enumerate(devices):
         wanted = list(calls(programs, rank))
         runs.append([_runs(by[device], wanted, steps, device) for device in held])
-    slots = {"pattern": None, "partners": False, "delayed": False, "shared": ()}
+    shared = programs.ranks[0].options.plan.shared
+    slots = {"pattern": None, "partners": False, "delayed": False, "shared": shared}
     return report_runs(programs.schedule, runs, steps, slots)
 
 
@@ -66,7 +67,7 @@ def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
         yield from ((name, None) for name, _ in calls(programs.ratio, rank))
     yield "jit_begin", None
     for one in programs.order:
-        if not isinstance(one, Send) and one.rank == rank:
+        if not isinstance(one, Send) and rank in one.ranks:
             program, _ = programs.programs[programs.name_of(one)]
             action = one.action if isinstance(one, Dispatch) else None
             yield f"jit_{program.body.__name__}", action

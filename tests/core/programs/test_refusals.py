@@ -15,6 +15,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.optimizer import make_optimizer
 from pipeline.training.step import Step
+from pipeline.vocabulary import VocabularyEmbedding
 from tests.support import adding, models
 from tests.support.close import assert_close
 
@@ -48,6 +49,18 @@ def test_options_that_only_the_scan_has(options, said):
         f"engine='programs' does not support {said}: it describes exchanges in which all ranks "
         f"keep step, and a rank of programs waits only for its data; leave it out, or use "
         f"engine='scan'"
+    )
+
+
+def test_one_program_of_all_ranks_runs_on_one_mesh():
+    embed = VocabularyEmbedding(5, models.WIDTH, rngs=nnx.Rngs(0))
+    one, other = (make_mesh(stage=1, devices=[device]) for device in jax.devices()[:2])
+    options = {"embed": embed, "vocabulary": "stage", "engine": "programs"}
+    with pytest.raises(ValueError, match="vocabulary='stage'") as caught:
+        Pipeline(models.build(models.Block, 2), 4, stage_meshes=[one, other], **options)
+    assert str(caught.value) == (
+        "vocabulary='stage' with stage_meshes=: all ranks run embed or head together, as one "
+        "program, and a program runs on one mesh; give mesh=, or use vocabulary='ends'"
     )
 
 

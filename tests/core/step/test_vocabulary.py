@@ -120,24 +120,29 @@ FACTORS = {
     "remat": ("stage", None),
     "tied": (False, True),
     "mode": ("stage", "ends"),
+    "engine": ("scan", "programs"),
 }
 
 
-def runs(_S, V, family, *_rest) -> bool:
+def runs(S, V, family, _remat, _tied, mode, engine) -> bool:
+    if engine == "programs" and (mode == "ends" or S == 1):
+        return False  # other tests have these
     wanted = {"interleaved_1f1b": 2, "zb_v": 2, "zb_h1": 1}
     return wanted.get(family, V) == V
 
 
 GRID = [case for case in itertools.product(*FACTORS.values()) if runs(*case)]
 FAST = [
-    (2, 1, "1f1b", "stage", True, "stage"),
-    (4, 1, "eager_1f1b", None, False, "stage"),
-    (2, 2, "zb_v", "stage", True, "stage"),
+    (2, 1, "1f1b", "stage", True, "stage", "scan"),
+    (4, 1, "eager_1f1b", None, False, "stage", "scan"),
+    (2, 2, "zb_v", "stage", True, "stage", "scan"),
+    (2, 2, "zb_v", None, True, "stage", "programs"),
+    (4, 1, "1f1b", "stage", False, "stage", "programs"),
 ]
 
 
 def cases() -> list:
-    chosen = [*FAST, *covering((c for c in GRID if c[-1] == "stage"), FAST)]
+    chosen = [*FAST, *covering((c for c in GRID if c[-2] == "stage"), FAST)]
     chosen += [c for c in covering(GRID, chosen) if c not in chosen]
     slow, rest = pytest.mark.slow, set(GRID) - set(chosen)
     everything = [pytest.param(*case, marks=[slow, pytest.mark.exhaustive]) for case in rest]
@@ -148,20 +153,22 @@ def cases() -> list:
 def test_cases_hold_every_pair_of_values():
     chosen = [p.values for p in cases() if pytest.mark.exhaustive not in p.marks]
     assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, GRID))
-    assert len(GRID) == 216
+    assert len(GRID) == 288
 
 
 @pytest.mark.few
 @pytest.mark.parametrize(tuple(FACTORS), cases())
-def test_parity(S, V, family, remat, tied, mode):
-    pipe = pipeline(S, V, 4, family, remat, tied, mode=mode)
+def test_parity(S, V, family, remat, tied, mode, engine):
+    pipe = pipeline(S, V, 4, family, remat, tied, mode=mode, engine=engine)
     assert (pipe.schedule.name, pipe.schedule.num_ranks) == (family, S)
     check(pipe, tied)
 
 
-@pytest.mark.parametrize("words", [12, pytest.param(3, marks=pytest.mark.slow)])
-def test_parts_that_are_whole_and_ranks_without_a_word(words):
-    check(pipeline(4, 1, 3, "1f1b", "stage", False, words=words), False, words)
+@pytest.mark.parametrize(
+    ("words", "engine"), [(12, "scan"), pytest.param(3, "programs", marks=pytest.mark.slow)]
+)
+def test_parts_that_are_whole_and_ranks_without_a_word(words, engine):
+    check(pipeline(4, 1, 3, "1f1b", "stage", False, words=words, engine=engine), False, words)
 
 
 @pytest.mark.slow
@@ -174,6 +181,9 @@ def test_parts_that_are_whole_and_ranks_without_a_word(words):
         (False, {"data_parallel": "fsdp", "gather": "action"}),
         (True, {"data_parallel": "fsdp", "gather": "repeat"}),
         (True, {"delayed": True}),
+        (True, {"data_parallel": "zero1", "engine": "programs"}),
+        (False, {"data_parallel": "fsdp", "gather": "repeat", "engine": "programs"}),
+        (True, {"offload": 0.5, "engine": "programs"}),
     ],
 )
 def test_data_shards_and_delayed_sends(tied, options):
@@ -182,10 +192,10 @@ def test_data_shards_and_delayed_sends(tied, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "remat"),
-    [("1f1b", None), ("zb_h1", "stage"), ("eager_1f1b", "stage")],
+    ("family", "remat", "engine"),
+    [("1f1b", None, "programs"), ("zb_h1", "stage", "scan"), ("eager_1f1b", "stage", "scan")],
 )
-def test_uneven_stages(family, remat):
+def test_uneven_stages(family, remat, engine):
     class Several(nnx.Module):
         def __init__(self, count, seed):
             self.blocks = nnx.List(models.build(Hostile, count, seed=seed))
@@ -204,6 +214,7 @@ def test_uneven_stages(family, remat):
         loss_fn=CrossEntropy(),
         remat=remat,
         vocabulary="stage",
+        engine=engine,
         **ends(tied=True),
     )
     want = models.reference(stages, *batch(), CrossEntropy(), **ends(tied=True))
@@ -217,12 +228,13 @@ def test_nothing_of_a_bubble_leaks(poison, remat):  # noqa: F811
     check(pipeline(4, 1, 3, "1f1b", remat, False), False)
 
 
-@pytest.mark.slow
-def test_one_end_alone():
+@pytest.mark.parametrize("engine", [pytest.param("scan", marks=pytest.mark.slow), "programs"])
+def test_one_end_alone(engine):
     """An embedding of the user's own, on the first rank, beside a head of all ranks."""
     stages, embed = models.build(Hostile, 2), models.Words(nnx.Rngs(501))
     head = ends(tied=False)["head"]
     options = {"schedule": "1f1b", "mesh": make_mesh(stage=2), "loss_fn": CrossEntropy()}
+    options["engine"] = engine
     pipe = Pipeline(stages, 3, embed=embed, head=head, vocabulary="stage", **options)
     assert pipe.plan.training.shared == ("head",)
     want = models.reference(stages, *batch(), CrossEntropy(), embed=embed, head=head)
@@ -230,7 +242,8 @@ def test_one_end_alone():
     models.assert_matches(pipe, (loss, without_padding(grads, want[2])), want)
 
 
-def test_sentences_and_weights():
+@pytest.mark.parametrize("engine", ["scan", "programs"])
+def test_sentences_and_weights(engine):
     """Rows of several positions, weights beside the targets, and no norm."""
     ids = models.words(24).reshape(8, 3)
     targets = models.words(24, seed=9).reshape(8, 3)
@@ -239,7 +252,7 @@ def test_sentences_and_weights():
     given = {"embed": embed, "head": VocabularyHead(WORDS, WIDTH, tied=embed)}
     stages = models.build(Block, 2)
     options = {"mesh": make_mesh(stage=2), "loss_fn": CrossEntropy(), "vocabulary": "stage"}
-    pipe = Pipeline(stages, 4, schedule="1f1b", **given, **options)
+    pipe = Pipeline(stages, 4, schedule="1f1b", engine=engine, **given, **options)
     assert "vocabulary of embed and head on all ranks, 1/2 of it on each" in pipe.describe()
     loss, grads = pipe.value_and_grad(ids, (targets, weights))
     want = models.reference(stages, ids, (targets, weights), CrossEntropy(), **given)
@@ -252,6 +265,8 @@ def test_sentences_and_weights():
     outputs = pipe(ids)
     assert outputs.shape == (8, 3, WORDS)
     assert_close(outputs, plain)
+    of_targets = jnp.take_along_axis(log, targets[..., None], axis=-1)[..., 0]
+    assert_close(pipe.logprobs(ids, targets), of_targets)
 
 
 @pytest.mark.slow
@@ -299,9 +314,16 @@ def test_the_loss_is_bit_identical_between_schedules(tied):
     assert len({np.asarray(loss).tobytes() for loss in found}) == 1, found
 
 
-@pytest.mark.parametrize("mode", ["stage", pytest.param("ends", marks=pytest.mark.slow)])
-def test_what_is_no_word_shows(mode):
-    pipe = pipeline(2, 1, 3, "1f1b", "stage", False, mode=mode)
+@pytest.mark.parametrize(
+    ("mode", "engine"),
+    [
+        ("stage", "scan"),
+        ("stage", "programs"),
+        pytest.param("ends", "scan", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_no_word_shows(mode, engine):
+    pipe = pipeline(2, 1, 3, "1f1b", "stage", False, mode=mode, engine=engine)
     ids, targets = batch()
     assert np.isfinite(pipe.loss(ids, targets))
     assert np.isnan(pipe.loss(ids.at[3].set(WORDS), targets))

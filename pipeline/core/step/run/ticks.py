@@ -74,9 +74,9 @@ def _make_tick(actions: RankActions) -> Callable[..., tuple[tuple[Tree, Any], No
     messages, carried = actions.stores.device["operand"], actions.stores.carried
     common = None
     if program.shared:
-        from pipeline.core.step.run.vocabulary import VocabularyParallel
+        from pipeline.core.step.run.vocabulary import SharedSlots
 
-        common = VocabularyParallel(actions)
+        common = SharedSlots(actions)
 
     def tick(
         part: tuple[int, int], uses: tuple[int, ...], busy: Any, carry: tuple[Tree, Any], rows: Row

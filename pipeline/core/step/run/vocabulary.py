@@ -13,8 +13,8 @@ r has the rows r n .. (r + 1) n - 1 of a table, and computes only with these row
 * scatter: the gradient for the first stage's input is sent to all ranks, and each adds it to its
   rows.
 
-Tables of the program say when this work runs. They are equal on all ranks, so a loop of at most one
-trip may contain collectives. Softmax from parts: Milakov and Gimelshein, arXiv:1805.02867; a
+The engine "scan" does this work around the slots of a tick (`SharedSlots`). The engine "programs"
+calls it as programs over all ranks. Softmax from parts: Milakov and Gimelshein, arXiv:1805.02867; a
 vocabulary shared by pipeline ranks: Yeung, Qi, Lin and Wan, arXiv:2411.05288.
 """
 
@@ -45,25 +45,29 @@ from pipeline.core.autodiff.accumulate import Pullback
 from pipeline.core.autodiff.outcome import Outcome, outcome_and_pullback
 from pipeline.core.placement.zero import total_over
 from pipeline.core.step.calls import ends
+from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.calls.rank import Rank
 from pipeline.core.step.run.rank_actions import RankActions
 from pipeline.core.step.stores.loops import updated
 from pipeline.core.step.stores.store import Row
+from pipeline.core.step.stores.totals import StepSums
 
 
-class VocabularyParallel:
-    """The work that all ranks do together before and after the slots of a step."""
+class SharedSlots:
+    """The work that all ranks do together before and after the slots of a step.
+
+    Tables of the program say when this work runs. They are equal on all ranks, so a loop of at most
+    one trip may contain collectives.
+    """
 
     def __init__(self, actions: RankActions) -> None:
-        self.actions, self.rank, self.request = actions, actions.step.rank, actions.step.request
-        self.wire = actions.step.kinds[0].wire  # all activations have this type
-        self.tables, program = self.rank.model.tables, actions.program
-        placement = program.schedule.placement
-        self.first, self.last = placement[0], placement[-1]
+        step, program = actions.step, actions.program
+        wire = step.kinds[0].wire  # all activations have this type
+        self.work = VocabularyParallel(step, actions.sums, wire)
+        self.messages = actions.stores.device["operand"]
         # Every rank gets the embedding, but only the rank of the first stage reads it. Other ranks
         # store it in the discard place.
         self.discard = program.values["operand"].discard
-        self.number = jax.lax.axis_index(STAGE)
 
     def before(self, row: Row, busy: Mapping[str, bool]) -> None:
         """Do the shared work before a slot; ``busy`` names the tables with entries in the slot."""
@@ -72,11 +76,10 @@ class VocabularyParallel:
 
     def after(self, row: Row, busy: Mapping[str, bool], message: Tree) -> Tree:
         """Do the shared work after a slot's actions; return the message that the rank sends."""
-        # A frozen embed has no gradient. Scatter comes before the head, because the head replaces
-        # the message by a gradient.
-        if busy["scatter"] and self._total(self.tables.embed) is not None:
-            self._when("scatter", row, lambda _, m: self._scatter(message, m), None)
-        return self._when("head", row, self._head, message) if busy["head"] else message
+        # Scatter comes before the head, because the head replaces the message by a gradient.
+        if busy["scatter"] and self.work.trains_embed:
+            self._when("scatter", row, lambda _, m: self.work.scatter(message, m), None)
+        return self._when("head", row, self.work.head, message) if busy["head"] else message
 
     def _when(self, table: str, row: Row, work: Any, value: Tree) -> Tree:
         """Run ``work(value, microbatch)`` if the table has a microbatch in this slot."""
@@ -85,15 +88,43 @@ class VocabularyParallel:
         with jax.named_scope(table):
             return updated(microbatch >= 0, lambda value: work(value, microbatch), value)
 
+    def _look_up(self, row: Row, microbatch: Any) -> None:
+        x, is_first = self.work.look_up(microbatch), self.work.number == self.work.first
+        self.messages[jnp.where(is_first, row["operand"], self.discard)] = x
+
+
+class VocabularyParallel:
+    """Lookup, head and scatter of a microbatch, which all ranks run together.
+
+    Args:
+      wire: the type of all activations.
+    """
+
+    def __init__(self, step: OpenedStep, sums: StepSums, wire: Tree) -> None:
+        self.rank, self.request, self.sums, self.wire = step.rank, step.request, sums, wire
+        self.tables, placement = self.rank.model.tables, step.plan.schedule.placement
+        self.first, self.last = placement[0], placement[-1]
+        self.number = jax.lax.axis_index(STAGE)
+
+    def run(self, part: str, message: Tree, microbatch: Any) -> Tree:
+        """Run a part of the work, a field of `schedules.clocks.shared.Together`."""
+        if part == "lookup":
+            return self.look_up(microbatch)
+        return (self.head if part == "head" else self.scatter)(message, microbatch)
+
     # --- embedding ---
 
-    def _look_up(self, row: Row, microbatch: Any) -> None:
-        table = self.rank.ends[self.tables.embed]
-        x = look_up(self.rank, self.wire, table, self._ids(microbatch))
-        place = jnp.where(self.number == self.first, row["operand"], self.discard)
-        self.actions.stores.device["operand"][place] = self._as_message(x)
+    @property
+    def trains_embed(self) -> bool:
+        return self._total(self.tables.embed) is not None
 
-    def _scatter(self, message: Tree, microbatch: Any) -> None:
+    def look_up(self, microbatch: Any) -> Tree:
+        """Return the first stage's input, on all ranks."""
+        table = self.rank.ends[self.tables.embed]
+        return self._as_message(look_up(self.rank, self.wire, table, self._ids(microbatch)))
+
+    def scatter(self, message: Tree, microbatch: Any) -> None:
+        """Add the gradient of the first stage's input to the rows of the microbatch's words."""
         total = self._total(self.tables.embed)
         dx = self._from(self.first, message)
         # Words of other ranks add zeros to row 0, so all ranks add arrays of equal shape.
@@ -114,8 +145,12 @@ class VocabularyParallel:
 
     # --- head ---
 
-    def _head(self, message: Tree, microbatch: Any) -> Tree:
-        rank, request, actions = self.rank, self.request, self.actions
+    def head(self, message: Tree, microbatch: Any) -> Tree:
+        """Run head and loss; return the gradient for the last stage's output on its rank.
+
+        Other ranks, and all ranks of a step without gradients, return their ``message``.
+        """
+        rank, request, sums = self.rank, self.request, self.sums
         here = self.number == self.last
         # The last stage's output is sent to all ranks, and each computes the logits of its words.
         y = vary(self._from(self.last, message), rank.axes)
@@ -130,16 +165,16 @@ class VocabularyParallel:
             lost = losses_of(*_whole(z, self._place(ids, z)))
             logprobs = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
             # Every rank has them, and results are summed over ranks, so only one rank keeps them.
-            results = actions.sums.results
-            results[microbatch] = jnp.where(here, logprobs, results[microbatch])
+            kept = sums.results[microbatch]
+            sums.results[microbatch] = jnp.where(here, logprobs, kept)
             return message
         if not request.take_loss:
-            actions.sums.results[microbatch] = self._joined(z, -2)
+            sums.results[microbatch] = self._joined(z, -2)
             return message
         lost, weight, dz = self._loss(z, microbatch)
         # Every rank has the loss, and losses are summed over ranks, so only one rank adds it.
         for name, value in (("loss", lost), ("weight", weight)):
-            actions.sums.scalars[name].add([jnp.where(here, value, jnp.zeros_like(value))])
+            sums.scalars[name].add([jnp.where(here, value, jnp.zeros_like(value))])
         if not request.training:
             return message
         share = rank.loss.of_loss
@@ -165,7 +200,7 @@ class VocabularyParallel:
             whole = [w if n in tables else next(rest) for n, w in enumerate(weights)]
             return Outcome(ends.features(self.rank, whole, leaves[0], microbatch))
 
-        # `_accumulate` and `_scatter` compute the gradients of tables; the pullback computes the
+        # `_accumulate` and `scatter` compute the gradients of tables; the pullback computes the
         # other gradients.
         others = [w for n, w in enumerate(weights) if n not in tables]
         model = self.rank.model
@@ -222,7 +257,7 @@ class VocabularyParallel:
     def _total(self, index: int) -> Any:
         """Return the gradient total of a leaf of the ends; None if the leaf is not trained."""
         mask = self.rank.model.trained.ends
-        return self.actions.sums.ends_grads.refs[sum(mask[:index])] if mask[index] else None
+        return self.sums.ends_grads.refs[sum(mask[:index])] if mask[index] else None
 
     def _as_message(self, x: jax.Array) -> Tree:
         return jax.tree.unflatten(jax.tree.structure(self.wire), [x])
