@@ -14,7 +14,7 @@ from flax import nnx
 from pipeline.base.arguments import is_whole
 from pipeline.models.decoding.caches import keeps_caches
 from pipeline.models.decoding.generate import generate
-from pipeline.models.decoding.recompute import evaluating, recompute
+from pipeline.models.decoding.recompute import evaluating, logits_at, recompute
 from pipeline.models.decoding.sampling import Choice, make_draw
 from pipeline.pipeline import Pipeline
 
@@ -67,7 +67,11 @@ def continue_prompt(
         module = evaluating(_Chain(model) if isinstance(model, Pipeline) else model)
         graph, weights = nnx.split(module)
         weights = jax.device_put(weights, jax.devices()[0])
-        call = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
+
+        @jax.jit
+        def call(weights: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
+            return logits_at(nnx.merge(graph, weights)(tokens), last)
+
         row_keys = None if key is None else jax.random.fold_in(key, 0)[None]
         rest = jnp.full(1, len(text)), row_keys, draw, Choice(length), context
         new = recompute(functools.partial(call, weights), prompts, *rest)

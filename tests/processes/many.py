@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh, vary
 from collectives.transfer import Exchange
-from pipeline import Pipeline, initialize, shard_batch
+from pipeline import Pipeline, generate, initialize, shard_batch
 from pipeline.processes import Cluster, local_rows
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 
@@ -144,6 +144,21 @@ def words() -> list[float]:
     return numbers(pipe, *np.random.default_rng(0).integers(11, size=(2, 16)))
 
 
+def text() -> list[float]:
+    """Tokens that a pipeline generates whose ranks have meshes of their own."""
+    rngs, devices = nnx.Rngs(0), jax.devices()
+    pipe = Pipeline(
+        [Stage(rngs), Stage(rngs)],
+        2,
+        stage_meshes=[make_mesh(stage=1, data=2, devices=devices[n : n + 2]) for n in (0, 2)],
+        embed=VocabularyEmbedding(11, WIDTH, rngs=rngs),
+        head=VocabularyHead(11, WIDTH, rngs=rngs),
+        engine="programs",
+    )
+    tokens = generate(pipe, np.arange(4).reshape(2, 2), 3, key=jax.random.key(1))
+    return [float(token) for token in np.asarray(tokens).ravel()]
+
+
 def numbers(pipe: Pipeline, x: Any, t: Any) -> list[float]:
     loss, grads = pipe.value_and_grad(x, t)
     return [float(loss), *(float(jnp.sum(jnp.abs(g))) for g in jax.tree.leaves(grads))]
@@ -229,7 +244,7 @@ def main() -> None:
             Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
         return
     if what == "whole":
-        found = whole() + words()
+        found = [whole(), words(), text()]
         if here.index == 0:
             Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
         return

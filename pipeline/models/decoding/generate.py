@@ -33,7 +33,7 @@ from pipeline.core.step.ranks import make_rank, run_on_ranks
 from pipeline.layers_view.replace import typed, with_weights_of
 from pipeline.models.decoding import caches
 from pipeline.models.decoding.flow import Flow, Rows
-from pipeline.models.decoding.recompute import evaluating, recompute
+from pipeline.models.decoding.recompute import reader, recompute
 from pipeline.models.decoding.sampling import Choice, as_keys, make_draw
 from schedules.core.timetable import loop_placement
 
@@ -63,8 +63,8 @@ def generate(
     Every stage keeps the caches of its own layers, for each microbatch. Microbatches pass through
     the ranks one after another, each with its next token as soon as it is known: with M >= S no
     rank waits. The whole generation is one program, compiled once for its placement, M, shapes and
-    options. A causal model without caches runs on the whole text again for every token, by
-    ``pipe(text)``.
+    options. A causal model without caches, and any causal model with ``stage_meshes``, runs on the
+    whole text again for every token, by ``pipe(text)``.
 
     Args:
       pipe: a `Pipeline` from tokens, [b, t] integers, to [b, t, words] logits, with equal stages.
@@ -93,9 +93,10 @@ def generate(
     Raises:
       ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
     """
-    has_caches = start is not None or caches.may_have_caches(pipe)
-    _check_pipe(pipe, has_caches=has_caches)
-    pipe = _in_a_loop(pipe) if has_caches else pipe
+    has_caches = _uses_caches(pipe, start)
+    if has_caches:
+        _check_mesh(pipe)
+        pipe = _in_a_loop(pipe)
     plan = pipe.plan
     tokens, lengths = _check_prompts(prompts, lengths)
     rows, width = tokens.shape
@@ -123,7 +124,7 @@ def generate(
     choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), int(pad), words)
     if not has_caches:
         own = None if keys is None else filled(keys)
-        call = functools.partial(evaluating(pipe), num_microbatches=num_microbatches)
+        call = reader(pipe, num_microbatches)
         return recompute(call, filled(tokens), filled(lengths), own, draw, choice)[:rows]
     # Lengths and keys are passed as targets: they too have a row for each prompt.
     given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
@@ -282,15 +283,25 @@ def _in_a_loop(pipe: Any) -> Any:
     return looped
 
 
-def _check_pipe(pipe: Any, *, has_caches: bool) -> None:
-    """Raise ValueError for a mesh on which a generation, or one with caches, cannot run."""
-    if pipe.plan.stage_meshes is not None:
+def _uses_caches(pipe: Any, start: Start | None) -> bool:
+    """Tell whether a generation fills caches; with ``stage_meshes`` it does not.
+
+    Raises:
+      ValueError: ``start`` with ``stage_meshes``.
+    """
+    if pipe.plan.stage_meshes is None:
+        return start is not None or caches.may_have_caches(pipe)
+    if start is not None:
         raise ValueError(
-            "generate() is one program on one mesh, and stage_meshes= gives each rank its own: "
-            "call it on pipe.replace(engine='scan', stage_meshes=None, mesh=mesh)"
+            "generate(start=) fills caches in one program on one mesh, and stage_meshes= gives "
+            "each rank its own: leave start out, so that each token reads the whole text, or call "
+            "it on pipe.replace(engine='scan', stage_meshes=None, mesh=mesh)"
         )
-    if not has_caches:
-        return
+    return False
+
+
+def _check_mesh(pipe: Any) -> None:
+    """Raise ValueError for a mesh on which a generation with caches cannot run."""
     auto, positions = pipe.plan.auto_axes, pipe.plan.axes.positions
     if positions:
         raise ValueError(

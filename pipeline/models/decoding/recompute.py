@@ -14,12 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
+from collectives.everywhere import everywhere, send_numbers
+from collectives.transfer import elsewhere, is_elsewhere, typed
 from pipeline.models.decoding.sampling import Choice, sample_rows
 
 ROUNDING = 1e-2  # largest difference of a causal model's logits, relative to the largest
-Call = Callable[[jax.Array], jax.Array]  # [N, L] tokens to [N, L, words] logits
+# [N, L] tokens and [N] positions to [N, words] logits of these positions
+Call = Callable[[jax.Array, jax.Array], jax.Array]
 State = tuple[jax.Array, jax.Array, jax.Array]  # tokens [N, P + new], new tokens, ended rows
 
 
@@ -35,7 +40,7 @@ def recompute(
     """Generate [N, max_new_tokens] tokens.
 
     Args:
-      call: the model, set to evaluate.
+      call: the model, set to evaluate (`reader`).
       tokens: [N, P] prompts.
       lengths: [N] the lengths of the prompts.
       keys: [N] keys to draw with, or None.
@@ -60,10 +65,10 @@ def recompute(
             starts = jnp.maximum(lengths + step - size, 0)
             read = jnp.take_along_axis(read, starts[:, None] + jnp.arange(size)[None], axis=1)
         last = lengths + step - starts - 1
-        logits = call(read)
+        logits = call(read, last)
         if step == 0:
             _check_causal(call, read, last, logits)
-        state = _next(_at(logits, last), state, lengths, keys, draw, jnp.int32(step), choice)
+        state = _next(logits, state, lengths, keys, draw, jnp.int32(step), choice)
         done = state[2]
         if not isinstance(done, jax.core.Tracer) and bool(done.all()):
             break
@@ -92,7 +97,7 @@ def _next(
 
 
 @jax.jit
-def _at(logits: jax.Array, positions: jax.Array) -> jax.Array:
+def logits_at(logits: jax.Array, positions: jax.Array) -> jax.Array:
     """Take [N, words] from the logits [N, L, words]: one position of each row."""
     return jnp.take_along_axis(logits, positions[:, None, None], axis=1)[:, 0]
 
@@ -104,8 +109,8 @@ def _check_causal(call: Call, read: jax.Array, last: jax.Array, logits: jax.Arra
     is_later = jnp.arange(read.shape[1])[None] > last[:, None]
     if not bool(is_later.any()):
         return
-    other = call(jnp.where(is_later, read[:, :1], read))
-    one, two = (_at(z, last).astype(jnp.float32) for z in (logits, other))
+    other = call(jnp.where(is_later, read[:, :1], read), last)
+    one, two = (z.astype(jnp.float32) for z in (logits, other))
     differ = float(jnp.abs(one - two).max() / jnp.maximum(jnp.abs(one).max(), 1e-30))
     if differ > ROUNDING:
         raise ValueError(
@@ -114,6 +119,27 @@ def _check_causal(call: Call, read: jax.Array, last: jax.Array, logits: jax.Arra
             f"{differ:.2g} of the largest; give it a causal mask, or caches "
             f"(start_decoding(rows, length))"
         )
+
+
+def reader(pipe: Any, num_microbatches: int) -> Call:
+    """Return a function that calls a pipeline as after ``eval()``, for `recompute`."""
+    model, plan = evaluating(pipe), pipe.plan
+
+    def call(read: jax.Array, last: jax.Array) -> jax.Array:
+        logits = model(read, num_microbatches=num_microbatches)
+        if not plan.has_meshes_elsewhere:
+            return logits_at(logits, last)
+        # Only the processes of the last rank's mesh have logits, and every process draws.
+        mesh, (rows, _, words) = plan.mesh, logits.shape
+        if is_elsewhere(logits):
+            chosen = elsewhere(typed(mesh, (rows, words), logits.dtype, PartitionSpec()))
+        else:
+            whole = NamedSharding(mesh, PartitionSpec())
+            chosen = jax.jit(logits_at, out_shardings=whole)(logits, np.asarray(last))
+        (sent,) = send_numbers([chosen], [everywhere(plan.devices)], plan.devices)
+        return sent.addressable_data(0)
+
+    return call
 
 
 def evaluating(model: Any) -> Any:

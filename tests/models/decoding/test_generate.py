@@ -282,6 +282,20 @@ def test_a_causal_model_without_caches_is_run_again(S, V, D, options):
 
 
 @pytest.mark.slow
+def test_meshes_of_ranks_read_the_whole_text_again():
+    meshes = [collectives.make_mesh(stage=1, devices=[device]) for device in jax.devices()[:2]]
+    given = {"mesh": None, "stage_meshes": meshes, "engine": "programs"}
+    pipe, *model = make(Flax, S=2, tied=False, **given)
+    found = generate(pipe, PROMPTS, NEW, lengths=LENGTHS, **DRAWN)
+    np.testing.assert_array_equal(found, plain(model, **DRAWN))
+    assert refusal(pipe, PROMPTS, 2, start=lambda *_: None) == (
+        "generate(start=) fills caches in one program on one mesh, and stage_meshes= gives each "
+        "rank its own: leave start out, so that each token reads the whole text, or call it on "
+        "pipe.replace(engine='scan', stage_meshes=None, mesh=mesh)"
+    )
+
+
+@pytest.mark.slow
 def test_a_model_that_trains_is_evaluated_and_stays_as_it_is():
     pipe, *model = make(Causal, S=2)
     wanted = plain(model)
