@@ -111,31 +111,43 @@ class Wide(nnx.Module):
         return jnp.tanh(x @ self.up[...]) @ self.down[...]
 
 
+def is_hosted(a: jax.Array) -> bool:
+    return a.sharding.memory_kind == HOST_MEMORY
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "D", "V", "remat", "stashes"),
+    ("family", "D", "V", "options", "stashes"),
     [
-        ("1f1b", 1, 1, None, [4, 3, 2, 1]),
-        pytest.param("zb_h1", 1, 1, None, None, marks=pytest.mark.slow),
-        ("interleaved_1f1b", 2, 2, "stage", None),
+        ("1f1b", 1, 1, {}, [4, 3, 2, 1]),
+        ("zb_h1", 1, 1, {}, None),
+        ("interleaved_1f1b", 2, 2, {"remat": "stage"}, None),
+        ("1f1b", 1, 1, {"offload": 0.5}, None),
+        ("seq1f1b", 1, 1, {"slices": 4}, None),
     ],
 )
-def test_each_rank_holds_what_is_predicted(family, D, V, remat, stashes):
+def test_each_rank_holds_what_is_predicted(family, D, V, options, stashes):
     """Live buffers between actions: to the byte, and of 1F1B S - r residuals on rank r."""
     S, x = 4, models.rows(16)
+    if "slices" in options:
+        x = jnp.stack([x] * 8, axis=1)
     stages = models.build(Wide, S * V)
-    options = {"remat": remat, "loss_fn": models.squares, "engine": "programs"}
+    options = {"remat": None, "loss_fn": models.squares, "engine": "programs"} | options
     pipe = Pipeline(stages, 8, mesh=make_mesh(stage=S, data=D), schedule=family, **options)
-    programs = programs_of(pipe)
+    jax.block_until_ready(pipe.value_and_grad(x, x))
+    (programs,) = pipe.plan.compiled.functions.values()
     devices = [set(programs.meshes.devices(rank)) for rank in range(S)]
     residual = 1, 2, 5 * models.WIDTH
     sizes: list[list[int]] = []
+    on_host: list[list[int]] = []
     counts = [0] * S
 
     def counted(run: Any) -> Any:
         def call(*arguments: Any) -> Any:
             live = [[a for a in jax.live_arrays() if a.sharding.device_set == d] for d in devices]
-            sizes.append([sum(a.nbytes for a in arrays) for arrays in live])
+            for found, is_host in ((sizes, False), (on_host, True)):
+                kinds = [[a for a in of if is_hosted(a) == is_host] for of in live]
+                found.append([sum(a.nbytes for a in arrays) for arrays in kinds])
             for rank, arrays in enumerate(live):
                 counts[rank] = max(counts[rank], sum(a.shape == residual for a in arrays))
             return run(*arguments)
@@ -150,6 +162,8 @@ def test_each_rank_holds_what_is_predicted(family, D, V, remat, stashes):
     found = [(max(column) - column[0]) / D for column in zip(*sizes, strict=True)]
     predicted = predict(pipe.plan, *pipe.plan.facts.last)
     assert found == [rank.values for rank in predicted]
+    assert [max(column) for column in zip(*on_host, strict=True)] == [of.host for of in predicted]
+    assert any(of.host for of in predicted) == ("offload" in options)
     if stashes:
         assert counts == stashes == list(schedules.simulate(pipe.schedule).peak_activations)
         assert [rank.counts["stash"] for rank in predicted] == stashes
