@@ -81,7 +81,7 @@ def dispatch_order(schedule: Schedule, shared: Shared = ()) -> list[Call]:
     return [calls[n] for n in sorted(range(len(calls)), key=keys.__getitem__)]
 
 
-Value = tuple[str, int, int]  # name (`ValueKind.names`), reading stage, unit of its last reader
+Value = tuple[str, int, int]  # name (`ValueKind.name_of`), reading stage, unit of its last reader
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _values_of(
     for kind, of in live.items():
         columns = of.born.tolist(), of.touched.T.tolist(), of.column.tolist()
         for born, touched, column in zip(*columns, strict=True):
-            action, name = calls[last := max(touched)].action, kind.names(column)
+            action, name = calls[last := max(touched)].action, kind.name_of(column)
             # A stage that adds losses has a backward even if the next stage has no gradient for it.
             if kind.name == "gradient" and not has_gradient[action.stage]:
                 continue

@@ -36,7 +36,7 @@ class ValueKind(NamedTuple):
     per_slice: bool = False
     is_sum: bool = False
 
-    def names(self, column: int) -> str:
+    def name_of(self, column: int) -> str:
         """Return the name of an action's value: with the slice, if there is one of each slice."""
         return f"{self.name}{column}" if self.per_slice else self.name
 

@@ -38,9 +38,9 @@ def lower_message(
       ValueError: the ranks' meshes differ, and their devices have different parts of the value.
     """
     of_source, of_target, (kind, stage, part) = ranks[source], ranks[target], name
-    meshes, types = of_target.operands.meshes, of_target.stages[stage][part].value(kind)
+    meshes, types = of_target.operands.meshes, of_target.stages[stage][part].types_of(kind)
     ends = meshes.devices(source), meshes.devices(target)
-    value = of_source.stages[stage][part].value(kind)
+    value = of_source.stages[stage][part].types_of(kind)
     on_source = of_source.operands.meshes.value_types(value, meshes.ranks[source])
     on_target = meshes.value_types(types, meshes.ranks[target])
     if of_source is not of_target:

@@ -181,10 +181,10 @@ def action_program(
     operands, types, meshes = traced.operands, traced.stages[stage][part], traced.operands.meshes
     message = types.gradient if op.kind == "F" else types.operand
     last, kept = (
-        {name: types.value(name) for name, is_last in read if is_last == wanted}
+        {name: types.types_of(name) for name, is_last in read if is_last == wanted}
         for wanted in (True, False)
     )
-    writes = {name: types.value(name) for name in written}
+    writes = {name: types.types_of(name) for name in written}
     writes |= {name: message for name in _MESSAGES if name in written}
     axes, slices = traced.options.plan.axes.varying, range(traced.options.schedule.num_slices)
     sums, made = {name: traced.sums[name] for name in names}, traced.made_of(op.chunk)

@@ -65,8 +65,8 @@ class StageTypes:
     sends: bool
     representative: int
 
-    def value(self, name: str) -> Tree:
-        """Return the types of a value by its name (`schedules.lowering.kinds.ValueKind.names`)."""
+    def types_of(self, name: str) -> Tree:
+        """Return the types of a value by its name (`schedules.lowering.kinds.ValueKind.name_of`)."""
         types: Tree = getattr(self, name.rstrip("0123456789"))
         return types
 

@@ -170,7 +170,7 @@ def _size(ranks: Sequence[Traced], value: Value) -> int:
     name, stage, unit = value
     schedule = ranks[0].options.schedule
     types = ranks[schedule.placement[stage]].stages[stage][unit % schedule.num_slices]
-    return sum(map(nbytes, jax.tree.leaves(types.value(name))))
+    return sum(map(nbytes, jax.tree.leaves(types.types_of(name))))
 
 
 def add_compiled(ranks: Sequence[RankBytes], step: StepPrograms) -> None:
