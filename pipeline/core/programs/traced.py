@@ -66,7 +66,7 @@ class StageTypes:
     representative: int
 
     def types_of(self, name: str) -> Tree:
-        """Return the types of a value by its name (`schedules.lowering.kinds.ValueKind.name_of`)."""
+        """Return the types of a value by its name (`ValueKind.name_of`)."""
         types: Tree = getattr(self, name.rstrip("0123456789"))
         return types
 
