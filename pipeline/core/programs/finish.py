@@ -24,7 +24,6 @@ from pipeline.core.programs.meshes import drop_device_axis
 from pipeline.core.programs.program import (
     RankProgram,
     entering,
-    without_warnings_of_donation,
 )
 from pipeline.core.programs.traced import Traced
 from pipeline.core.step.calls.opened import OpenedStep
@@ -58,15 +57,15 @@ class JoinedFinish:
     """
 
     def __init__(self, ranks: Sequence[Traced], results: Results) -> None:
-        self._traced, self._operands, self._results = ranks[0], ranks[0].operands, results
-        self._waits = waits(ranks[0].options.plan.mesh)
+        traced, mesh = ranks[0], ranks[0].options.plan.mesh
+        self._operands, self._waits = traced.operands, waits(mesh)
+        self._finish = finish_program(traced, mesh, traced.sums, results)
 
     def lower(self) -> list[jax.stages.Lowered]:
-        traced = self._traced
-        return [lower_finish(traced, traced.options.plan.mesh, traced.sums, self._results)]
+        return [self._finish.lower_on(None)]
 
     def compile(self, _: Programs) -> None:
-        self._run = self.lower()[0].compile()
+        self._run = self._finish.lower()(None)()
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
         """Place a step's operands for each local rank, and for None on the pipeline's mesh."""
@@ -84,7 +83,8 @@ class JoinedFinish:
         if self._waits:  # so that the launch of this program finds no program in flight
             jax.block_until_ready([*sums.values()])
         of_ranks = (of for rank, of in sums.items() if rank is not None)
-        results = self._run(operands[None], join(of_ranks) | sums[None], shared[None])
+        taken = [operands[None][n] for n in self._finish.reads]
+        results = self._run(taken, join(of_ranks) | sums[None], shared[None])
         return jax.block_until_ready(results) if self._waits else results
 
 
@@ -115,14 +115,18 @@ class FinishByRank:
         ]
 
     def lower(self) -> list[jax.stages.Lowered]:
-        return [self._lower(rank, self._results) for rank in range(len(self._ranks))]
+        return [self._program(rank).lower_on(None) for rank in range(len(self._ranks))]
 
     def compile(self, programs: Programs) -> None:
         """Compile the programs of this process; ``programs`` are those of the step."""
-        self._finish = {
-            rank: self._lower(rank, self._results).compile() for rank in self._meshes.local_ranks
-        }
-        self._reads = {rank: self._operands_read(rank, programs) for rank in self._finish}
+        local = self._meshes.local_ranks
+        self._programs = {rank: self._program(rank) for rank in local}
+        self._finish = {rank: self._programs[rank].lower()(None)() for rank in local}
+        # By rank, the operands that a program of the rank reads.
+        self._reads = {rank: set(self._programs[rank].reads) for rank in local}
+        for program, where in programs:
+            if where is not None:
+                self._reads[where] |= set(program.reads)
         others = [rank for rank in range(len(self._ranks)) if rank not in self._finish]
         self._sums_elsewhere = {rank: jax.tree.map(elsewhere, self._types[rank]) for rank in others}
         self._results_elsewhere = {rank: self._list_elsewhere(rank) for rank in others}
@@ -134,25 +138,19 @@ class FinishByRank:
         def result(spec: P, types: Any) -> Any:
             return jax.tree.map(lambda t: elsewhere(typed(mesh, t.shape, t.dtype, spec)), types)
 
-        return jax.tree.map(result, specs, self._lower(rank, self._results).out_info)
+        return jax.tree.map(result, specs, self._program(rank).lower_on(None).out_info)
 
-    def _lower(self, rank: int, results: Results) -> jax.stages.Lowered:
-        """Lower the finish program of a rank, which computes the results that the rank holds."""
+    def _program(self, rank: int) -> RankProgram:
+        """Make the finish program of a rank, which computes the results that the rank holds."""
         traced = self._ranks[rank]
         sums = traced.sums_on(rank) | {name: traced.sums[name] for name in self._of_last}
-        of, specs = results.of, self._only(rank, results.specs)
+        of, specs = self._results.of, self._only(rank, self._results.specs)
         own = Results(lambda *given: self._only(rank, of(*given)), specs, rank, False)
-        return lower_finish(traced, traced.operands.meshes.ranks[rank], sums, own)
+        return finish_program(traced, traced.operands.meshes.ranks[rank], sums, own)
 
     def _only(self, rank: int, tree: Tree) -> Tree:
         """Return the results' tree with None for leaves that other ranks hold."""
         return jax.tree.map(lambda owner, x: x if owner == rank else None, self._owners, tree)
-
-    def _operands_read(self, rank: int, programs: Programs) -> list[bool]:
-        """Tell, for each operand, whether a program of the rank reads it."""
-        read = {n for program, where in programs if where == rank for n in program.reads}
-        of_finish = self._finish[rank].input_shardings[0][0]  # None for what jit drops
-        return [n in read or x is not None for n, x in enumerate(of_finish)]
 
     def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
         """Place the operands of each rank; skip operands that the rank's programs do not read."""
@@ -161,8 +159,8 @@ class FinishByRank:
             operands = self._ranks[rank].operands
             meshes = operands.meshes
             placed[rank] = [
-                _placed(leaf, meshes.sharding(rank, spec)) if is_read else leaf
-                for leaf, spec, is_read in zip(leaves, operands.specs, reads, strict=True)
+                _placed(leaf, meshes.sharding(rank, spec)) if n in reads else leaf
+                for n, (leaf, spec) in enumerate(zip(leaves, operands.specs, strict=True))
             ]
         return placed
 
@@ -183,7 +181,8 @@ class FinishByRank:
         given = self._sent([common] * len(ranks), ranks)
         results = dict(self._results_elsewhere)
         for rank, finish in self._finish.items():
-            results[rank] = finish(operands[rank], of_ranks[rank] | given[rank], shared[rank])
+            taken = [operands[rank][n] for n in self._programs[rank].reads]
+            results[rank] = finish(taken, of_ranks[rank] | given[rank], shared[rank])
             if self._waits[rank]:
                 jax.block_until_ready(results[rank])
         of_owners = [results[rank] for rank in ranks]
@@ -226,10 +225,10 @@ def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return placed_on(leaf, sharding)
 
 
-def lower_finish(
+def finish_program(
     traced: Traced, mesh: Mesh, sums: dict[str, Leaves], results: Results
-) -> jax.stages.Lowered:
-    """Lower the program after the last action.
+) -> RankProgram:
+    """Make the program after the last action, from (operands, sums, `Traced.shared`) to results.
 
     Args:
       mesh: the mesh of the pipeline, or with ``stage_meshes`` of a rank.
@@ -243,8 +242,6 @@ def lower_finish(
         program.put(entering(given, sums))
         return results.of(program.step, program.sums, weights)
 
-    of_values = operands.meshes.value_specs((sums, traced.shared))
-    run = operands.sharded(finish, (operands.manual, *of_values), results.specs, mesh)
-    shared = operands.meshes.value_types(traced.shared, mesh)
-    types = operands.whole_types(mesh), operands.sum_types(sums, mesh), shared
-    return without_warnings_of_donation(jax.jit(run, donate_argnums=1).trace(*types).lower)
+    shared = operands.values(traced.shared, mesh)
+    arguments = [operands.leaves(mesh), operands.sums(sums, mesh), shared]
+    return RankProgram(operands, finish, arguments, results.specs, None, donated=(1,), mesh=mesh)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collectives.transfer import typed
 from pipeline.base.axes import axes_in
-from pipeline.base.tree import Leaves
+from pipeline.base.tree import Leaves, Tree
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.zero import kernel_spec
@@ -23,6 +24,8 @@ from pipeline.core.step.calls.rank import StepRequest
 from pipeline.core.step.ranks import gradient_specs, manual, weight_specs
 from schedules.core.schedule import Schedule
 from schedules.lowering.program import Op
+
+Argument = tuple[Any, Any]  # the specs within a shard_map, and the types of the arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +129,21 @@ class Operands:
     def whole_types(self, mesh: Mesh) -> list[Any]:
         whole = zip(self.shapes, self.types, self.specs, strict=True)
         return [typed(mesh, shape, t.dtype, spec) for shape, t, spec in whole]
+
+    # --- arguments of programs, on the mesh of a rank if ``mesh`` is None ---
+
+    def leaves(self, mesh: Mesh | None = None) -> Argument:
+        return self.manual, self.types if mesh is None else self.whole_types(mesh)
+
+    def sums(self, types: dict[str, Leaves], mesh: Mesh | None = None) -> Argument:
+        return self.meshes.value_specs(types), self.sum_types(types, mesh)
+
+    def values(self, types: Tree, mesh: Mesh | None = None) -> Argument:
+        return self.meshes.value_specs(types), self.meshes.value_types(types, mesh)
+
+    def number(self, mesh: Mesh | None = None) -> Argument:
+        """The argument that is a microbatch's number."""
+        return P(), typed(mesh or self.meshes.abstract, (), jnp.int32, P())
 
     def of(self, leaves: list[Any]) -> tuple[Weights, Batch, StepInputs]:
         operands: tuple[Weights, Batch, StepInputs] = jax.tree.unflatten(self.tree, leaves)

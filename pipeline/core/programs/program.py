@@ -14,17 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from collectives import vary
 from collectives.compat import live, lower_without_devices
 from collectives.transfer import typed
 from pipeline.base.tree import Tree, blank, vary_like
 from pipeline.core.programs.meshes import add_device_axis, drop_device_axis
-from pipeline.core.programs.operands import Operands
+from pipeline.core.programs.operands import Argument, Operands
 from pipeline.core.programs.traced import Traced
 from pipeline.core.step.run.vocabulary import VocabularyParallel
 from pipeline.core.step.stores.store import ActionValues
@@ -44,7 +42,9 @@ class RankProgram:
     It is called with only those leaves of the step's operands that it reads.
 
     Args:
-      results: the specs of the results between programs, which also name the compiler's axes.
+      out_specs: the specs of the results within the shard_map.
+      results: their specs between programs, which also name the compiler's axes; None if the
+        compiler chooses.
       leaves_at: the number of the argument that has the leaves of the operands.
       donated: the arguments whose memory the results may reuse.
       mesh: the mesh of a program that all ranks run together; None for a program of one rank.
@@ -55,14 +55,17 @@ class RankProgram:
 
     operands: Operands
     body: Callable[..., Any]
-    in_specs: Any
-    types: Any
+    arguments: Sequence[Argument]
     out_specs: Any
     results: Any
     leaves_at: int = 0
     donated: tuple[int, ...] = ()
     mesh: Mesh | None = None
     reads: list[int] = field(default_factory=list)
+
+    @property
+    def types(self) -> list[Any]:
+        return [types for _, types in self.arguments]
 
     def lower(self) -> Callable[[Any], Callable[[], Any]]:
         """Lower the function once for all ranks; return what a rank calls to compile it.
@@ -99,7 +102,8 @@ class RankProgram:
 
         JAX takes about a microsecond for each leaf of each call, also for leaves that are not read.
         """
-        run = self.operands.sharded(self.body, self.in_specs, self.out_specs, mesh)
+        specs = tuple(specs for specs, _ in self.arguments)
+        run = self.operands.sharded(self.body, specs, self.out_specs, mesh)
         whole = jax.jit(run).trace(*types)
         sizes = [len(jax.tree.leaves(of)) for of in types]
         keep = [n != self.leaves_at for n, size in enumerate(sizes) for _ in range(size)]
@@ -147,7 +151,7 @@ def begin_program(traced: Traced, names: Names, chunks: Sequence[int]) -> RankPr
 
     out_specs = meshes.value_specs((types, traced.shared))
     results = operands.sum_specs(types), out_specs[1]
-    return RankProgram(operands, begin, (operands.manual,), (operands.types,), out_specs, results)
+    return RankProgram(operands, begin, [operands.leaves()], out_specs, results)
 
 
 def gather_program(traced: Traced, chunk: int) -> RankProgram:
@@ -160,7 +164,7 @@ def gather_program(traced: Traced, chunk: int) -> RankProgram:
 
     gather.__name__ = f"gather{chunk}"
     specs, results = operands.meshes.value_specs(types), operands.sum_specs(types)
-    return RankProgram(operands, gather, (operands.manual,), (operands.types,), specs, results)
+    return RankProgram(operands, gather, [operands.leaves()], specs, results)
 
 
 def action_program(
@@ -209,24 +213,20 @@ def action_program(
         return leaving(program.get(sums), results, sums, writes)
 
     act.__name__ = f"{op.label}_slice{part}" if len(slices) > 1 else op.label
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    specs_of = meshes.value_specs
-    once = specs_of((traced.shared, made))
-    in_specs = *specs_of((sums, last, kept)), P(), operands.manual, *once
-    in_types = (
-        operands.sum_types(sums),
-        meshes.value_types(last),
-        meshes.value_types(kept),
-        meshes.types(number, P()),
-        operands.types,
-        meshes.value_types(traced.shared),
-        operands.sum_types(made),
-    )
-    out_specs = specs_of((sums, writes))
+    arguments = [
+        operands.sums(sums),
+        operands.values(last),
+        operands.values(kept),
+        operands.number(),
+        operands.leaves(),
+        operands.values(traced.shared),
+        operands.sums(made),
+    ]
+    out_specs = meshes.value_specs((sums, writes))
     results = operands.sum_specs(sums), out_specs[1]
     # A backward may reuse the memory of the values that it reads last.
     how: Any = {"leaves_at": 4, "donated": (0,) if op.kind == "F" else (0, 1)}
-    return RankProgram(operands, act, in_specs, in_types, out_specs, results, **how)
+    return RankProgram(operands, act, arguments, out_specs, results, **how)
 
 
 def joint_program(traced: Traced, part: str, names: Names, makes: bool) -> RankProgram:
@@ -253,19 +253,17 @@ def joint_program(traced: Traced, part: str, names: Names, makes: bool) -> RankP
         return leaving(program.get(sums), [result] * makes, sums, made)
 
     together.__name__ = part
-    specs_of, number = meshes.value_specs, jax.ShapeDtypeStruct((), jnp.int32)
-    in_specs = *specs_of((sums, given)), P(), operands.manual, specs_of(traced.shared)
-    in_types = (
-        operands.sum_types(sums, mesh),
-        meshes.value_types(given, mesh),
-        typed(mesh, number.shape, number.dtype, P()),
-        operands.whole_types(mesh),
-        meshes.value_types(traced.shared, mesh),
-    )
-    out_specs = specs_of((sums, made))
+    arguments = [
+        operands.sums(sums, mesh),
+        operands.values(given, mesh),
+        operands.number(mesh),
+        operands.leaves(mesh),
+        operands.values(traced.shared, mesh),
+    ]
+    out_specs = meshes.value_specs((sums, made))
     how: Any = {"leaves_at": 3, "donated": (0,), "mesh": mesh}
     results = operands.sum_specs(sums), out_specs[1]
-    return RankProgram(operands, together, in_specs, in_types, out_specs, results, **how)
+    return RankProgram(operands, together, arguments, out_specs, results, **how)
 
 
 def entering(sums: Tree, types: Tree) -> Tree:
