@@ -208,7 +208,7 @@ def predict(case: Case) -> float:
     pipe, batch = make(shown, **case.pair[0])
     costs = pipe.calibrate(*batch, rounds=3, split=False).costs
     clocks = [make(shown, **options)[0].plan for options in reversed(case.pair)]
-    times = [simulate(pipe.schedule, **{**of.clock, "costs": costs}).makespan for of in clocks]
+    times = [simulate(pipe.schedule, **of.clock_with(costs)).makespan for of in clocks]
     if case.images:
         times = predict_skips(pipe.schedule, costs)
     return times[0] / times[1]

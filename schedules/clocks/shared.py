@@ -11,6 +11,7 @@ the last stage are then stages like all others.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.costs import Costs, Times
-from schedules.core.flat import B, F, I, Ints, flatten
+from schedules.core.flat import B, F, I, Ints, Mask, flatten
 from schedules.core.schedule import Schedule
 
 SHARED = ("embed", "head")
@@ -36,9 +37,9 @@ class Together(NamedTuple):
       scatter: [times] the embedding's gradient, after the slot.
     """
 
-    lookup: NDArray[Any]
-    head: NDArray[Any]
-    scatter: NDArray[Any]
+    lookup: NDArray[np.int32]
+    head: NDArray[np.int32]
+    scatter: NDArray[np.int32]
 
 
 def parts(shared: Iterable[str]) -> Shared:
@@ -59,16 +60,24 @@ def together(schedule: Schedule, times: Ints, count: int, shared: Shared) -> Tog
     ``times`` [A] is the slot of each action.
     """
     columns = np.full((3, count), -1, np.int32)
-    for column, does in zip(columns, neighbours(schedule, shared), strict=True):
+    for column, does in zip(columns, actions_beside(schedule, shared), strict=True):
         column[times[does]] = flatten(schedule).microbatch[does]
     return Together(*columns)
 
 
-def neighbours(schedule: Schedule, shared: Shared) -> Together:
-    """Tell [A] the actions before which all ranks run a lookup, or after which head or scatter."""
+class Beside(NamedTuple):
+    """[A] whether all ranks run a lookup before an action, or head or scatter after it."""
+
+    lookup: Mask
+    head: Mask
+    scatter: Mask
+
+
+def actions_beside(schedule: Schedule, shared: Shared) -> Beside:
+    """Find the actions next to which all ranks work together."""
     flat, last = flatten(schedule), schedule.num_stages - 1
     of = ("embed", 0, (F,)), ("head", last, (F,)), ("embed", 0, (B, I))
-    return Together(
+    return Beside(
         *((flat.stage == k) & np.isin(flat.kind, kinds) & (part in shared) for part, k, kinds in of)
     )
 
@@ -86,3 +95,10 @@ def lasting(
 
     after = take(work.head, costs.head)
     return take(work.lookup, costs.embed), after + take(work.scatter, costs.embed)
+
+
+def keep_together(costs: Costs, shared: Shared) -> Costs:
+    """Give shared work without duration a tiny one: ranks that run it as one program still meet."""
+    tiny = 1e-9 * float(np.max(costs.f)) or 1e-9
+    lasting: dict[str, Any] = {end: getattr(costs, end) or tiny for end in shared}
+    return replace(costs, **lasting)

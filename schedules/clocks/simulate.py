@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, moves
-from schedules.clocks.lockstep import Lockstep, fastest
+from schedules.clocks.lockstep import fastest
+from schedules.clocks.meetings import meet
 from schedules.clocks.report import Report, sum_up
 from schedules.clocks.shared import parts
 from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.arguments import check_duration, is_one_of, need
 from schedules.core.check import check
 from schedules.core.costs import Costs, Times, of_unit_length_by_default
-from schedules.core.events import Steps, action_times, message_times, run, starts_of
-from schedules.core.flat import Flat, Ints, flatten
-from schedules.core.messages import links
+from schedules.core.events import action_times, message_times, run
+from schedules.core.flat import Flat, flatten
 from schedules.core.schedule import Schedule
 from schedules.core.timetable import actions_of
 
@@ -148,50 +148,3 @@ def _measured(schedule: Schedule, measured: Mapping[Action, float]) -> Times:
     for action, time in zip(actions, times, strict=True):
         check_duration(f"durations[{action}]={shorten(time)}", time)
     return np.array(times, np.float64)
-
-
-def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
-    """Compute [A] the start of each action, and [n, 2] begin and end of each meeting.
-
-    This is the event clock with work that all ranks share (`schedules.clocks.shared`), which begins
-    when the last rank has arrived. Each rank's order has it at the position of the lockstep layout:
-    before or after the slot that it belongs to. For a meeting, a message without duration goes from
-    rank to rank: each rank passes it on when it has arrived itself, and the last rank's message
-    goes to all.
-    """
-    schedule, flat = layout.ticks.schedule, flatten(layout.ticks.schedule)
-    after, lasts = _meetings(layout)
-    first, (num_ranks, num_meetings) = flat.first, after.shape
-    wires = links(schedule)
-    messages = 2 * schedule.num_stages * schedule.num_units
-    words = messages + np.arange(num_ranks * num_meetings).reshape(num_ranks, num_meetings)
-    heard = np.concatenate([np.full_like(words[:1], -1), words[:-1]])
-    all_there = np.broadcast_to(words[-1], words.shape)
-    nobody, no_time = np.full_like(words, -1), np.zeros(words.shape)
-    lag = message_times(schedule, layout.costs)
-    steps = Steps(first, wires.awaited, wires.sent, durations, lag)
-    added = (  # two steps a meeting: to arrive, and to work
-        (heard, all_there),
-        (words, nobody),
-        (no_time, np.broadcast_to(lasts, words.shape)),
-        (no_time, no_time),
-    )
-    at = np.repeat(first[:-1, None] + after, 2, axis=1).ravel()
-    columns = [
-        np.insert(column, at, np.stack(two, axis=-1).ravel())
-        for column, two in zip(steps[1:], added, strict=True)
-    ]
-    is_action = ~np.insert(np.zeros(len(durations), bool), at, np.ones(len(at), bool))
-    bounds = first + 2 * num_meetings * np.arange(num_ranks + 1)
-    starts = starts_of(Steps(bounds, *columns))
-    begun = starts[~is_action][1 : 2 * num_meetings : 2]
-    return starts[is_action], np.stack([begun, begun + lasts], axis=1)
-
-
-def _meetings(layout: Lockstep) -> tuple[Ints, Times]:
-    """Return [S, n] each rank's number of own actions before a meeting, and [n] the durations."""
-    lasts = np.stack(layout.sharing, axis=1)
-    slot, is_after = np.nonzero(lasts)
-    rows = flatten(layout.ticks.schedule).by_rank(layout.ticks.times)
-    after = np.stack([np.searchsorted(row, slot + is_after) for row in rows])
-    return after, lasts[slot, is_after]

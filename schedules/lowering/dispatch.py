@@ -14,7 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from schedules.clocks.hosted import Hosted, Keep, Offload, hosted
-from schedules.clocks.shared import Shared, neighbours
+from schedules.clocks.lockstep import fastest
+from schedules.clocks.meetings import meet, meetings
+from schedules.clocks.shared import Shared, actions_beside, keep_together
 from schedules.clocks.ticks import Ticks
 from schedules.core.action import Action, unit_of
 from schedules.core.check import check
@@ -40,6 +42,10 @@ class Call(NamedTuple):
     target: int | None = None
     part: str | None = None
 
+    @property
+    def is_action(self) -> bool:
+        return self.target is None and self.part is None
+
 
 def dispatch_order(schedule: Schedule, shared: Shared = ()) -> list[Call]:
     """List all actions, messages between ranks and shared work by start under the event clock.
@@ -58,27 +64,27 @@ def dispatch_order(schedule: Schedule, shared: Shared = ()) -> list[Call]:
       ScheduleError: an illegal schedule.
     """
     flat, wires = flatten(check(schedule)), links(schedule)
-    lasting = action_times(schedule, Costs(), shared)
-    starts = np.concatenate(run(schedule, durations=lasting))
-    actions, work = actions_of(schedule), neighbours(schedule, shared)
+    costs = keep_together(Costs(), shared)
+    lasting, actions = action_times(schedule, costs, shared), actions_of(schedule)
     ranks, targets = flat.rank.tolist(), wires.target.tolist()
-    # A message, or shared work after an action, comes before actions that start at that time: one
-    # of them may wait for it.
-    is_sent, ends = (wires.sent >= 0) & wires.crosses, starts + lasting
-    groups = [
-        (0, None, is_sent, ends),
-        (0, "head", work.head, ends),
-        (0, "scatter", work.scatter, ends),
-        (1, "lookup", work.lookup, starts),
-        (2, None, np.ones_like(is_sent), starts),
-    ]
-    calls, keys = list[Call](), list[tuple[float, int]]()
-    for turn, part, does, times in groups:
-        for n in np.flatnonzero(does).tolist():
-            target = targets[n] if turn == 0 and part is None else None
-            calls.append(Call(actions[n], ranks[n], target, part))
-            keys.append((times[n], turn))
-    return [calls[n] for n in sorted(range(len(calls)), key=keys.__getitem__)]
+    joint = list[tuple[float, int, Call]]()
+    if shared:
+        # Ranks meet for shared work where `simulate` has it.
+        layout = fastest(schedule, None, costs, shared=shared)
+        starts, common = meet(layout, lasting)
+        slots, is_after, _ = meetings(layout)
+        begun = dict(zip(zip(slots, is_after, strict=True), common[:, 0].tolist(), strict=True))
+        for part, does in actions_beside(schedule, shared)._asdict().items():
+            for n in np.flatnonzero(does).tolist():
+                time = begun[layout.ticks.times[n], int(part != "lookup")]
+                joint.append((time, 0, Call(actions[n], ranks[n], None, part)))
+    else:
+        starts = np.concatenate(run(schedule, durations=lasting))
+    # A message comes before actions that start when it is sent: one of them may wait for it.
+    ends, sending = starts + lasting, np.flatnonzero((wires.sent >= 0) & wires.crosses).tolist()
+    messages = [(ends[n], 0, Call(actions[n], ranks[n], targets[n])) for n in sending]
+    order = [(starts[n], 1, Call(actions[n], ranks[n])) for n in range(len(actions))]
+    return [call for *_, call in sorted([*messages, *joint, *order], key=lambda one: one[:2])]
 
 
 Value = tuple[str, int, int]  # name (`ValueKind.name_of`), reading stage, unit of its last reader
@@ -90,7 +96,8 @@ class Work:
 
     Attributes:
       kinds: [K] the kinds of actions that compute anything.
-      sends: [K] whether the stage's backward has a gradient for the stage before.
+      sends: [K] whether the stage's backward has a gradient for the stage before, or for an
+        embedding that all ranks share.
       keep: the values that F keeps for its backward.
       offload: the values that are in host memory between two actions, from `hosted`.
       windows: [K] the window into which a stage's weights are gathered before a run of its actions,
@@ -190,8 +197,9 @@ def calls_of(schedule: Schedule, work: Work) -> list[AnyCall | Gather]:
     """List the calls of all ranks with their values, in dispatch order.
 
     `dispatch_order` defines the order. An action that computes nothing is left out: a W of a frozen
-    stage, or the last stage's F if its backward repeats F. A gather comes before the first action
-    of each run of actions on its chunk.
+    stage, or the last stage's F if its backward repeats F. So is work of all ranks beside such an
+    action, and a scatter of an embedding that is not trained. A gather comes before the first
+    action of each run of actions on its chunk.
     """
     calls = _calls_with_values(schedule, work)
     if work.offload:
@@ -207,7 +215,7 @@ def _calls_with_values(schedule: Schedule, work: Work) -> list[AnyCall]:
         and (call.part != "scatter" or work.sends[0])
     ]
     reads, writes = _values_of(schedule, work, calls)
-    number = {call.action: n for n, call in enumerate(calls) if call[2:] == (None, None)}
+    number = {call.action: n for n, call in enumerate(calls) if call.is_action}
     # The head replaces an output that a backward reads by its gradient; an inference has no reader.
     # The scatter reads the gradient that the first stage's backward leaves in place of its input.
     known = {value for of in writes for value in of.values()}
@@ -243,7 +251,7 @@ def _values_of(
 ) -> tuple[list[dict[str, tuple[Value, bool]]], list[dict[str, Value]]]:
     """Return `Dispatch.reads` and `Dispatch.writes` of each call that is an action."""
     # The same calls as a layout of one action a tick: lowering says who reads and writes a value.
-    number = {call.action: n for n, call in enumerate(calls) if call[2:] == (None, None)}
+    number = {call.action: n for n, call in enumerate(calls) if call.is_action}
     times = np.array([number.get(action, -1) for action in actions_of(schedule)])
     on_device = hosted(schedule, work.keep, None, work.shared)
     live = values(Ticks(schedule, "single", times), work.keep, work.shared, on_device)

@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedules
-from schedules import build
+from schedules import Costs, build, simulate
+from schedules.clocks.shared import keep_together
+from schedules.core.action import KINDS
 from schedules.core.messages import links
 from schedules.lowering.dispatch import Call, dispatch_order
-from tests.support.sizes import is_legal
+from tests.support.sizes import CHUNKS, is_legal
 
 
 @st.composite
@@ -91,6 +93,39 @@ def test_processes_end_wherever_the_ranks_are(case) -> None:
                 and (one.action.stage, one.action.microbatch) == units
             ]
             assert at[call] < min(backwards)
+
+
+@pytest.mark.parametrize("shared", [("embed",), ("head",), ("embed", "head")])
+@pytest.mark.parametrize("name", schedules.names())
+def test_ranks_meet_where_the_event_clock_has_it(name, shared) -> None:
+    """A replay of the calls, in which shared work waits for all ranks, takes the time predicted."""
+    V = CHUNKS.get(name, 1)
+    for S, M in [(2, 8), (4, 8), (4, 16)]:
+        if not is_legal(name, S, M, V):
+            continue
+        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+        costs = keep_together(Costs(), shared)
+        wanted = simulate(schedule, costs, shared=shared).makespan
+        assert replay(schedule, dispatch_order(schedule, shared), costs) == pytest.approx(wanted)
+
+
+def replay(schedule, order: list[Call], costs: Costs) -> float:
+    """The end of the last call, if each rank makes its calls in this order, as soon as it can."""
+    wires, table = links(schedule), costs.table(schedule.num_stages, ("embed", "head"))
+    actions = [action for of_rank in schedule.orders for action in of_rank]
+    columns = wires.awaited.tolist(), wires.sent.tolist()
+    messages = dict(zip(actions, zip(*columns, strict=True), strict=True))
+    free, there = [0.0] * schedule.num_ranks, {-1: 0.0}
+    for call in order:
+        if call.part is not None:
+            free = [max(free) + 1e-9] * schedule.num_ranks
+        elif call.is_action:
+            awaited, sent = messages[call.action]
+            start = max(free[call.rank], there[awaited])
+            lasts = table[KINDS.index(call.action.kind), call.action.stage]
+            free[call.rank] = there[sent] = start + float(lasts)
+            there[-1] = 0.0
+    return max(free)
 
 
 def test_processes_that_call_as_it_suits_each_wait_for_each_other() -> None:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
 from schedules.build import build, names, options, stages_per_rank, takes_slices
-from schedules.clocks.shared import Shared
+from schedules.clocks.shared import Shared, keep_together
 from schedules.core.action import ScheduleError
 from schedules.core.check import check
 from schedules.core.costs import Costs
@@ -141,6 +141,8 @@ def choose_schedule(
         slots = {"partners": partners, "delayed": delayed, "pattern": pattern}
         clock = {"clock": "lockstep", **slots}
     if schedule is None:
+        if engine == "programs" and shared:
+            costs = keep_together(costs or Costs(), shared)
         return _default(sizes, costs, clock | {"shared": shared})
     if isinstance(schedule, Schedule):
         return _fitting(check(schedule), sizes), origin

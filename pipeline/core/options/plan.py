@@ -21,7 +21,7 @@ from pipeline.core.options.compiled import Compiled, Programs, StepFacts
 from pipeline.core.options.options import Options
 from pipeline.core.placement.stage_meshes import axes_of
 from schedules.clocks.hosted import Keep
-from schedules.clocks.shared import Shared
+from schedules.clocks.shared import Shared, keep_together
 from schedules.core.costs import Costs, is_last_forward_free
 from schedules.core.schedule import Schedule
 from schedules.families.accumulation import is_accumulation
@@ -229,9 +229,14 @@ class Plan(Options):
     @property
     def clock(self) -> dict[str, Any]:
         """The options of `simulate` for this engine; "programs" uses the event clock."""
+        return self.clock_with(self.durations)
+
+    def clock_with(self, costs: Costs) -> dict[str, Any]:
+        """Return the options of `simulate` with other durations of actions."""
         if self.engine == "programs":
-            return {"clock": "event", "costs": self.durations, "shared": self.shared}
-        sizes = {"costs": self.durations, "pattern": self.pattern, "shared": self.shared}
+            costs = keep_together(costs, self.shared)
+            return {"clock": "event", "costs": costs, "shared": self.shared}
+        sizes = {"costs": costs, "pattern": self.pattern, "shared": self.shared}
         moved = {"offload": self.offload, "keep": self.keep}
         return {"clock": "lockstep", **sizes, **moved, **self.sends}
 

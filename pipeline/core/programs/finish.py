@@ -22,14 +22,14 @@ from pipeline.core.model.model import Weights
 from pipeline.core.placement.distribute import placed_on
 from pipeline.core.programs.meshes import drop_device_axis
 from pipeline.core.programs.program import (
-    RankProgram,
+    StepProgram,
     entering,
 )
 from pipeline.core.programs.traced import Traced
 from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.stores.totals import StepSums
 
-Programs = Sequence[tuple[RankProgram, int | None]]  # with their ranks
+Programs = Sequence[tuple[StepProgram, int | None]]  # with their ranks
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class FinishByRank:
 
         return jax.tree.map(result, specs, self._program(rank).lower_on(None).out_info)
 
-    def _program(self, rank: int) -> RankProgram:
+    def _program(self, rank: int) -> StepProgram:
         """Make the finish program of a rank, which computes the results that the rank holds."""
         traced = self._ranks[rank]
         sums = traced.sums_on(rank) | {name: traced.sums[name] for name in self._of_last}
@@ -227,7 +227,7 @@ def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 def finish_program(
     traced: Traced, mesh: Mesh, sums: dict[str, Leaves], results: Results
-) -> RankProgram:
+) -> StepProgram:
     """Make the program after the last action, from (operands, sums, `Traced.shared`) to results.
 
     Args:
@@ -244,4 +244,4 @@ def finish_program(
 
     shared = operands.values(traced.shared, mesh)
     arguments = [operands.leaves(mesh), operands.sums(sums, mesh), shared]
-    return RankProgram(operands, finish, arguments, results.specs, None, donated=(1,), mesh=mesh)
+    return StepProgram(operands, finish, arguments, results.specs, None, donated=(1,), mesh=mesh)

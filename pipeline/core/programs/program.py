@@ -36,8 +36,8 @@ _PLACES = {kind.name: 0 for kind in VALUE_KINDS}  # of values of which a program
 
 
 @dataclass(eq=False)
-class RankProgram:
-    """A function of a rank's arrays, which can be compiled for the devices of any rank.
+class StepProgram:
+    """A function of a rank's arrays, compiled for any rank; or of all ranks' arrays, on ``mesh``.
 
     It is called with only those leaves of the step's operands that it reads.
 
@@ -130,7 +130,7 @@ def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
         return lower()
 
 
-def begin_program(traced: Traced, names: Names, chunks: Sequence[int]) -> RankProgram:
+def begin_program(traced: Traced, names: Names, chunks: Sequence[int]) -> StepProgram:
     """Make the program before a rank's first action, from operands to (sums, `Traced.shared`).
 
     The sums also have, by name, the weights that the step makes once.
@@ -151,10 +151,10 @@ def begin_program(traced: Traced, names: Names, chunks: Sequence[int]) -> RankPr
 
     out_specs = meshes.value_specs((types, traced.shared))
     results = operands.sum_specs(types), out_specs[1]
-    return RankProgram(operands, begin, [operands.leaves()], out_specs, results)
+    return StepProgram(operands, begin, [operands.leaves()], out_specs, results)
 
 
-def gather_program(traced: Traced, chunk: int) -> RankProgram:
+def gather_program(traced: Traced, chunk: int) -> StepProgram:
     """Make the program that gathers a chunk's weights, from operands to the weights by name."""
     operands, types = traced.operands, traced.made_of(chunk)
 
@@ -164,12 +164,12 @@ def gather_program(traced: Traced, chunk: int) -> RankProgram:
 
     gather.__name__ = f"gather{chunk}"
     specs, results = operands.meshes.value_specs(types), operands.sum_specs(types)
-    return RankProgram(operands, gather, [operands.leaves()], specs, results)
+    return StepProgram(operands, gather, [operands.leaves()], specs, results)
 
 
 def action_program(
     traced: Traced, op: Op, stage: int, part: int, names: Names, read: Reads, written: Names
-) -> RankProgram:
+) -> StepProgram:
     """Make the program of an action; equal stages share the program.
 
     It maps ``(sums, last, kept, unit, operands, shared, made)`` to ``(sums, values)``. It adds to
@@ -226,10 +226,10 @@ def action_program(
     results = operands.sum_specs(sums), out_specs[1]
     # A backward may reuse the memory of the values that it reads last.
     how: Any = {"leaves_at": 4, "donated": (0,) if op.kind == "F" else (0, 1)}
-    return RankProgram(operands, act, arguments, out_specs, results, **how)
+    return StepProgram(operands, act, arguments, out_specs, results, **how)
 
 
-def joint_program(traced: Traced, part: str, names: Names, makes: bool) -> RankProgram:
+def joint_program(traced: Traced, part: str, names: Names, makes: bool) -> StepProgram:
     """Make the program of a `Joint`, which all ranks run together on the pipeline's mesh.
 
     It maps ``(sums, values, unit, operands, shared)`` to ``(sums, values)``. Only one rank's value
@@ -263,7 +263,7 @@ def joint_program(traced: Traced, part: str, names: Names, makes: bool) -> RankP
     out_specs = meshes.value_specs((sums, made))
     how: Any = {"leaves_at": 3, "donated": (0,), "mesh": mesh}
     results = operands.sum_specs(sums), out_specs[1]
-    return RankProgram(operands, together, arguments, out_specs, results, **how)
+    return StepProgram(operands, together, arguments, out_specs, results, **how)
 
 
 def entering(sums: Tree, types: Tree) -> Tree:

@@ -23,7 +23,7 @@ from pipeline.core.programs.finish import FinishByRank, JoinedFinish, Results
 from pipeline.core.programs.messages import lower_message, move
 from pipeline.core.programs.operands import StepOptions
 from pipeline.core.programs.program import (
-    RankProgram,
+    StepProgram,
     action_program,
     begin_program,
     gather_program,
@@ -52,9 +52,10 @@ class _StepState:
       sums: by rank; for None the sums, joined, to which only work of all ranks adds.
       shared: by rank, what the step computes once (`Traced.shared`); for None joined.
       made: by rank and chunk, the weights that the step makes.
+      values: the values that later calls read.
     """
 
-    taken: dict[tuple[RankProgram, Where], Leaves]
+    taken: dict[tuple[StepProgram, Where], Leaves]
     sums: dict[Where, Any] = field(default_factory=dict)
     shared: dict[Where, Any] = field(default_factory=dict)
     made: dict[int, dict[int, Any]] = field(default_factory=dict)
@@ -122,11 +123,11 @@ class StepPrograms:
         finish = JoinedFinish if options.plan.stage_meshes is None else FinishByRank
         self._finish: JoinedFinish | FinishByRank = finish(self.ranks, results)
 
-    def _list_programs(self) -> dict[Name, tuple[RankProgram, Where]]:
-        known: dict[Any, RankProgram] = {}
-        programs: dict[Name, tuple[RankProgram, Where]] = {}
+    def _list_programs(self) -> dict[Name, tuple[StepProgram, Where]]:
+        known: dict[Any, StepProgram] = {}
+        programs: dict[Name, tuple[StepProgram, Where]] = {}
 
-        def add(name: Name, rank: Where, make: Callable[..., RankProgram], *of: Any) -> None:
+        def add(name: Name, rank: Where, make: Callable[..., StepProgram], *of: Any) -> None:
             if (make, *of) not in known:
                 known[make, *of] = make(*of)
             programs[name] = known[make, *of], rank
@@ -158,7 +159,7 @@ class StepPrograms:
 
     def lower(self) -> list[jax.stages.Lowered]:
         """Lower each program once, for the first of its ranks; messages are left out."""
-        ranks: dict[RankProgram, Where] = {}
+        ranks: dict[StepProgram, Where] = {}
         for program, rank in self.programs.values():
             ranks.setdefault(program, rank)
         before = [] if self.ratio is None else self.ratio.lower()
@@ -284,7 +285,8 @@ class StepPrograms:
             value = state.values.pop(one.value, None)
             joined = [meshes.join(value if r == one.owner else self._blank[r] for r in ranks)]
         if self._waits[None]:
-            jax.block_until_ready([*state.sums.values(), *state.values.values(), joined])
+            made = [*state.made.values(), joined]
+            jax.block_until_ready([*state.sums.values(), *state.values.values(), *made])
         names, whole = self._sums[name], state.sums[None]
         parts = [of for of in names if of not in whole]
         added = meshes.join({of: state.sums[rank][of] for of in parts} for rank in ranks)
@@ -302,7 +304,10 @@ class StepPrograms:
         return state.taken[self.programs[name]]
 
     def name_of(self, one: AnyCall | Gather) -> Name:
-        """Return (kind, stage that runs or reads, slice); of a gather ("gather", rank, stage)."""
+        """Return (kind, stage that runs or reads, slice).
+
+        Of a gather it is ("gather", rank, stage), of work of all ranks (part, stage, 0).
+        """
         if isinstance(one, Gather):
             return "gather", one.rank, one.stage
         if isinstance(one, Joint):

@@ -146,7 +146,9 @@ class Traced:
 
     def sums_of_joint(self, part: str) -> tuple[str, ...]:
         """List the names of the sums that work of all ranks may change (`Joint`)."""
-        own = {"lookup": (), "scatter": ("ends",), "head": ("ends", "loss", "weight", "results")}
+        model = self.options.model
+        table = f"ends{sum(model.trained.ends[: model.tables.embed])}"
+        own = {"lookup": (), "scatter": (table,), "head": ("ends", "loss", "weight", "results")}
         return tuple(name for name, of in self.sums.items() if of and name.startswith(own[part]))
 
     def open(

@@ -196,6 +196,8 @@ def _sharded(plan: Plan) -> list[str]:
     axes = plan.axes
     often = {"step": "once a step", "action": "in every action", "repeat": _repeats(plan)}
     shards, whole = f"{plan.axes.num_rows} data shards", often[plan.gather]
+    if plan.engine == "programs" and plan.gather != "action":
+        whole += ", those of embed and head in each program that reads them"
     lines = {
         "replicated": [],
         "zero1": [f"gradients and optimizer state sharded over {shards}"],

@@ -22,10 +22,9 @@ from pipeline.core.step.operands import Operands
 from pipeline.insight.profile.read import Instruction
 from pipeline.insight.profile.timeline import Interval, Key, report_runs
 from schedules.clocks.report import Report
-from schedules.core.action import Action
-from schedules.lowering.dispatch import Dispatch, Send
+from schedules.lowering.dispatch import Dispatch, Joint, Send
 
-Call = tuple[str, Action | None]  # the name of a program, and the action that it runs
+Call = tuple[str, Key | None]  # the name of a program, and the action or shared work that it runs
 
 
 def training_step(plan: Plan, operands: Operands) -> tuple[StepPrograms, Callable[[], Any]]:
@@ -62,15 +61,17 @@ def read_programs(
 
 
 def calls(programs: StepPrograms, rank: int) -> Iterator[Call]:
-    """List the calls of a rank in a step: the program that begins the step, and the actions."""
+    """List the calls of a rank in a step: what begins the step, actions, and work of all ranks."""
     if programs.ratio is not None:  # forward actions, for a loss that the step needs before it runs
         yield from ((name, None) for name, _ in calls(programs.ratio, rank))
     yield "jit_begin", None
-    for one in programs.order:
+    for n, one in enumerate(programs.order):
         if not isinstance(one, Send) and rank in one.ranks:
             program, _ = programs.programs[programs.name_of(one)]
-            action = one.action if isinstance(one, Dispatch) else None
-            yield f"jit_{program.body.__name__}", action
+            key: Key | None = one.action if isinstance(one, Dispatch) else None
+            if isinstance(one, Joint):
+                key = n, 0, one.part
+            yield f"jit_{program.body.__name__}", key
 
 
 def _runs(
@@ -91,9 +92,9 @@ def _runs(
     for group, named in zip(groups, each, strict=True):
         intervals += _split(group, len(named), device)
     runs: list[dict[Key, Interval]] = [{} for _ in range(steps)]
-    for n, ((_, action), interval) in enumerate(zip(wanted * steps, intervals, strict=True)):
-        if action is not None:
-            runs[n // len(wanted)][action] = interval
+    for n, ((_, key), interval) in enumerate(zip(wanted * steps, intervals, strict=True)):
+        if key is not None:
+            runs[n // len(wanted)][key] = interval
     return runs
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.insight.profile.programs import calls, read_programs, training_step
 from pipeline.insight.profile.read import Instruction
+from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules import Costs, simulate
+from schedules.lowering.dispatch import Dispatch
 from tests.core.programs.test_parity import over_outputs
 from tests.support import models
 from tests.support.close import assert_close
@@ -63,6 +66,30 @@ def test_steps_that_were_played_are_read_again():
     compared = schedules.differences(found)
     assert compared.predicted.clock == "event"
     assert compared.measured.makespan == pytest.approx(compared.predicted.makespan)
+
+
+def test_work_of_all_ranks_is_shared_work():
+    """Calls one by one, of which work of all ranks takes 50 ns and an action as in `LASTS`."""
+    embed = VocabularyEmbedding(11, models.WIDTH, rngs=nnx.Rngs(0))
+    ends = {"embed": embed, "head": VocabularyHead(11, models.WIDTH, tied=embed)}
+    pipe = make(vocabulary="stage", **ends | {"loss_fn": CrossEntropy()})
+    ids = models.words(8, most=11)
+    pipe.value_and_grad(ids, ids)
+    programs, _ = training_step(pipe.plan, pipe.plan.facts.last)
+    at = {one.action: n for n, one in enumerate(programs.order) if isinstance(one, Dispatch)}
+    seen = []
+    for rank in range(2):
+        for name, key in calls(programs, rank):
+            n, lasts = -1, 10.0
+            if key is not None:
+                n, lasts = (at[key], LASTS[key.kind]) if key in at else (key[0], 50.0)
+            middle, end = 1e3 * n + 1, 1e3 * n + lasts
+            seen.append((rank, Instruction(1e3 * n, middle, name, "dot.2")))
+            seen.append((rank, Instruction(middle, end, name, "while.1")))
+    found = read_programs(programs, seen, [[0], [1]], 1)
+    assert found.shared == ("embed", "head")
+    assert_close([end - start for start, end in found.common], [50e-9] * 3 * 4, tolerance=1e-6)
+    assert_close([found.costs.head, found.costs.embed], [2 * 50e-9] * 2, tolerance=1e-6)
 
 
 def test_a_profile_of_something_else():

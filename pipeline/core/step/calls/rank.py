@@ -215,7 +215,7 @@ class Rank:
 
     def with_ranks(self) -> AbstractContextManager[None]:
         """A context for a call of the user's code, in which ``stage`` has S ranks."""
-        # A program of `engine="programs"` runs on a mesh with one rank.
+        # A program of one rank (`engine="programs"`) runs on a mesh with one rank.
         return axis_of_size(STAGE, self.num_ranks)
 
     def part_of(self, unit: Any) -> BatchPart:
