@@ -186,6 +186,14 @@ NOISE = {
         {"bubble", "rest"},
         "by 3 measurements of the actions the bubble is -, -, -: noise decides bubble and rest",
     ),
+    "actions of one rank that take no time": (
+        lambda n, turn: 1.0 if n is None else 0.1 + 0.05 * n * (n > 4 or turn % 5 in (1, 2)),
+        {"bubble", "rest"},
+        (
+            "the actions of rank 1 take 0 ms kind by kind, and 400 ms together: noise decides "
+            "bubble and rest"
+        ),
+    ),
     "actions that differ": (
         lambda n, turn: 1.0 if n is None else 0.1 + 0.06 * n * (1 if n > 4 else turn % 5),
         {"bubble", "rest"},

@@ -41,6 +41,7 @@ from schedules.core.timetable import kinds_in
 
 OF_ACTIONS = 3  # measurements of each kind of action of each stage
 SPREAD = 0.1  # the largest difference of bubbles by these measurements, as a part of the step
+LEAST = 0.5  # the least sum of a rank's actions, as a part of their time together
 STEADY = 0.1  # the largest interquartile range / median without a note
 REPEAT = "take more steps=, larger microbatches, or a quiet machine"
 OTHERS = 0.1  # the most cores that other programs may keep busy without a note
@@ -56,7 +57,8 @@ class Efficiency:
       step: the median time of a step.
       ideal: the median work of the busiest rank.
       efficiency: ideal / step.
-      bubble: the part of the step in which the busiest rank waits, by the clock.
+      bubble: the part of the step in which the busiest rank waits, by the clock; that of
+        `Pipeline.describe` is a part of all ranks' time, without overhead.
       rest: the part of the step that is neither work nor waiting.
       steps: [n] the time of each step.
       works: [n] each measurement of the busiest rank's work.
@@ -80,7 +82,7 @@ class Efficiency:
 
     def __str__(self) -> str:
         """A table with a definition in each line."""
-        waits = f"of the step that rank waits, by its measured durations ({self.clock} clock)"
+        waits = f"of the step that rank waits ({self.clock} clock); describe() counts all ranks"
         alone = f"all actions of the busiest rank ({self.rank}), alone, in turn with the steps"
         rows = [
             (
@@ -88,11 +90,7 @@ class Efficiency:
                 _milliseconds(self.step),
                 f"median of {len(self.steps)} steps, {_spread(self.steps)}",
             ),
-            (
-                "ideal",
-                _milliseconds(self.ideal),
-                f"{alone}, {_spread(self.works)}",
-            ),
+            ("ideal", _milliseconds(self.ideal), f"{alone}, {_spread(self.works)}"),
             ("efficiency", _percent(self.efficiency), "ideal / step"),
             ("bubble", _percent(self.bubble), waits),
             (
@@ -147,20 +145,15 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         efficiency = math.nan
     each = [timed.costs() for _ in range(OF_ACTIONS)]
     costs = _take_medians(each)
-    waits = [efficiency * _compute_wait(plan, one, rank) for one in (costs, *each)]
-    bubble = waits[0]
-    if not math.isnan(efficiency) and not max(waits) - min(waits) <= SPREAD:
-        seen = ", ".join(map(_percent, waits[1:]))
-        notes.append(
-            f"by {OF_ACTIONS} measurements of the actions the bubble is {seen}: noise decides "
-            f"bubble and rest; {REPEAT}"
-        )
-        bubble = math.nan
-    elif bubble > 1 - efficiency + STEADY:
-        notes.append(
-            f"the actions of a rank and its waits would take {efficiency + bubble:.0%} of the "
-            f"step: noise decides bubble and rest; {REPEAT}"
-        )
+    reports = [simulate(plan.schedule, **{**plan.clock, "costs": one}) for one in (costs, *each)]
+    waits = [
+        efficiency * (report.makespan / report.work[rank] - 1) if report.work[rank] else math.nan
+        for report in reports
+    ]
+    bubble, sums = waits[0], list(zip(reports[0].work, map(statistics.median, works), strict=True))
+    reason = _doubt_bubble(waits, sums, efficiency)
+    if reason and not math.isnan(efficiency):
+        notes.append(f"{reason}: noise decides bubble and rest; {REPEAT}")
         bubble = math.nan
     return Efficiency(
         step=taken,
@@ -171,7 +164,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         steps=tuple(whole),
         works=tuple(works[rank]),
         rank=rank,
-        clock=simulate(plan.schedule, **{**plan.clock, "costs": costs}).clock,
+        clock=reports[0].clock,
         costs=costs,
         notes=(*notes, *_notes(plan, {"step": whole, "ideal": works[rank]}, others)),
     )
@@ -190,11 +183,23 @@ def _settle_median(name: str, times: Sequence[float], notes: list[str]) -> float
     return math.nan
 
 
-def _compute_wait(plan: Plan, costs: Costs, rank: int) -> float:
-    """Return the time that a rank waits over the time that it works; NaN if it has no work."""
-    report = simulate(plan.schedule, **{**plan.clock, "costs": costs})
-    work = report.work[rank]
-    return report.makespan / work - 1 if work else math.nan
+def _doubt_bubble(
+    waits: Sequence[float], sums: Sequence[tuple[float, float]], efficiency: float
+) -> str:
+    """Say why noise decides the bubble, or "". ``sums``: [S] seconds, kind by kind and together."""
+    if not max(waits) - min(waits) <= SPREAD:
+        seen = ", ".join(map(_percent, waits[1:]))
+        return f"by {OF_ACTIONS} measurements of the actions the bubble is {seen}"
+    for rank, (apart, together) in enumerate(sums):
+        if apart <= max(0.0, LEAST * together):
+            return (
+                f"the actions of rank {rank} take {_milliseconds(apart)} kind by kind, and "
+                f"{_milliseconds(together)} together"
+            )
+    busy = efficiency + waits[0]
+    if busy > 1 + STEADY:
+        return f"the actions of a rank and its waits would take {busy:.0%} of the step"
+    return ""
 
 
 def _take_medians(each: Sequence[Costs]) -> Costs:
@@ -220,7 +225,6 @@ class TableActions:
         self._none = np.zeros_like(plan.training.op, bool)
 
     def step(self) -> Any:
-        """Run a step."""
         with meshes.entered(self._plan.mesh, self._plan.home):
             return runtime.train(self._plan, *self._operands)
 
@@ -274,7 +278,6 @@ class ProgramActions:
         self._nothing = functools.partial(jax.jit(jnp.negative), number)
 
     def step(self) -> Any:
-        """Run a step."""
         return self._programs(self._weights, self._batch, StepInputs())
 
     def works(self) -> list[float]:
