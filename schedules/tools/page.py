@@ -251,7 +251,6 @@ def _pack(values: ArrayLike, kind: str) -> str:
 
 
 def _note(costs: Costs, unit: str) -> str:
-    """Write the costs of all actions on one line."""
     parts = []
     for name, value in zip(
         ("F", "I", "W", "B", "message"),
