@@ -132,6 +132,7 @@ def test_it_is_drawn_beside_what_was_predicted(tmp_path: Path) -> None:
     save_timeline(both, tmp_path / "step.svg")
     said = (tmp_path / "step.svg").read_text(encoding="utf-8")
     assert "measured, single ticks" in said
+    assert "time in s; " in said
     assert "lockstep, single ticks" in said
 
 
