@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 check_neighbours(__file__)  # before another package of the same name is imported
 check_releases()  # before flax is used with a jax that it does not know
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 _ROOMS = "decoders", "layers", "planner", "processes", "vocabulary", "weights"
 

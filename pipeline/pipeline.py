@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from pipeline.base.agreed.pieces import check_pieces
-from pipeline.base.arguments import ConstructorSignature, described, takes
+from pipeline.base.arguments import ConstructorSignature, described, names_extras, takes
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
@@ -208,6 +208,7 @@ class Pipeline(nnx.Module):
         """The module after the last stage."""
         return self.ends.head
 
+    @names_extras
     def __call__(
         self,
         inputs: Tree,
@@ -238,6 +239,7 @@ class Pipeline(nnx.Module):
         specs = meshes.outputs_specs(mesh, plan.axes, found, given, shared=shared)
         return meshes.typed(found, meshes.mesh_of_results(mesh, given), specs)
 
+    @names_extras
     def logprobs(
         self,
         inputs: Tree,
@@ -274,6 +276,7 @@ class Pipeline(nnx.Module):
         specs = meshes.outputs_specs(mesh, plan.axes, found, (inputs, extras), shared=False)
         return meshes.typed(found, meshes.mesh_of_results(mesh, (inputs, extras)), specs)
 
+    @names_extras
     def loss(
         self,
         inputs: Tree,
@@ -307,6 +310,7 @@ class Pipeline(nnx.Module):
         self._keep(plan, model, kept)
         return meshes.typed(found, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
 
+    @names_extras
     def value_and_grad(
         self,
         inputs: Tree,
@@ -367,6 +371,7 @@ class Pipeline(nnx.Module):
         layout = jax.tree.structure(nnx.state(self, self._filter(wrt)))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
+    @names_extras
     def lower(
         self,
         inputs: Tree,
@@ -398,6 +403,7 @@ class Pipeline(nnx.Module):
             _warn_of_memory(self.plan, *operands, runs=False)
             return runtime.train.lower(self.plan, *operands)
 
+    @names_extras
     def trace(
         self,
         inputs: Tree,
@@ -434,6 +440,7 @@ class Pipeline(nnx.Module):
             _warn_of_memory(self.plan, *operands)
             return trace(self.plan, operands, steps, directory)
 
+    @names_extras
     def calibrate(
         self,
         inputs: Tree,
@@ -505,6 +512,7 @@ class Pipeline(nnx.Module):
         timed = functools.partial(calibrate, rounds=rounds, repeats=repeats, split=split)
         return timed(self, type(self), *given, message=message, moved=moved)
 
+    @names_extras
     def measure(
         self,
         inputs: Tree,
@@ -537,6 +545,7 @@ class Pipeline(nnx.Module):
         with in_force:  # the scan's parts enter it themselves
             return measure(self.plan, self._untyped(operands), steps=steps)
 
+    @names_extras
     def check(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
     ) -> list[str]:
@@ -639,6 +648,7 @@ class Pipeline(nnx.Module):
         check_changes(options)
         return replaced(self, options, Pipeline.__init__)
 
+    @names_extras
     def offload_within(
         self,
         budget: int,
@@ -709,6 +719,7 @@ class Pipeline(nnx.Module):
         with self._entered():
             return from_layers(self, meshes.untyped(layers, self.plan.mesh))
 
+    @names_extras
     def describe(
         self,
         inputs: Tree = None,

@@ -116,6 +116,26 @@ def relinked(text: str, page: Path) -> str:
     return re.sub(r"\]\(([^)#:\s]+\.\w+)(#[^)\s]*)?\)", link, text)
 
 
+# --- search ---
+
+SEARCH = re.compile(r"^<!-- search: (.*?)\s-->$", re.MULTILINE | re.DOTALL)
+
+
+def key_words(text: str) -> list[str]:
+    """The key words of a page: its comment ``<!-- search: freeze, LoRA -->``."""
+    return [" ".join(word.split()) for line in SEARCH.findall(text) for word in line.split(",")]
+
+
+def indexed(text: str) -> str:
+    """A page's text whose key words are entries of the search's index, not shown on the page."""
+
+    def entries(match: re.Match[str]) -> str:
+        words = (f"! {word}" for word in key_words(match[0]))  # main entries, which come first
+        return f"```{{index}} {', '.join(words)}\n```"
+
+    return SEARCH.sub(entries, text)
+
+
 # --- the reference ---
 
 # Those whose `__all__` the reference has to have; of other modules it has what a page names.

@@ -1,4 +1,5 @@
-// Order of search results: a page with the whole query in its title comes first, history last.
+// Order of search results: first a page with the whole query in its title, then one with it among its
+// key words (`<!-- search: -->`), history last.
 var Scorer = {
   score: ([page, title, , , score, , kind]) => {
     const query = (new URLSearchParams(location.search).get("q") ?? "").toLowerCase();

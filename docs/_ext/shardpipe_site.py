@@ -26,7 +26,7 @@ from logging import Filter
 from pathlib import Path
 from typing import Any
 
-from contents import PageError, draw, expanded, help_of, missing, relinked, starred
+from contents import PageError, draw, expanded, help_of, indexed, missing, relinked, starred
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
@@ -113,7 +113,7 @@ class Command(SphinxDirective):
 
 def read_page(app: Sphinx, docname: str, content: list[str]) -> None:
     """As Sphinx reads a page."""
-    content[0] = relinked(expanded(content[0]), Path(app.env.doc2path(docname)))
+    content[0] = relinked(indexed(expanded(content[0])), Path(app.env.doc2path(docname)))
 
 
 def read_include(app: Sphinx, path: Path, _: str, content: list[str]) -> None:

@@ -123,6 +123,23 @@ def takes(
     return decorate
 
 
+def names_extras(method: Callable[P, Given]) -> Callable[P, Given]:
+    """Decorate a method that takes ``extras``, to refuse an unknown argument with its remedy."""
+    known = list(inspect.signature(method).parameters)[1:]
+
+    @functools.wraps(method)
+    def call(*args: P.args, **options: P.kwargs) -> Given:
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise TypeError(
+                f"{method.__qualname__}() has no option {unknown[0]!r}: arrays for the stages go "
+                f"into extras={{{unknown[0]!r}: array}}{hint_at(unknown[0], known)}"
+            )
+        return method(*args, **options)
+
+    return call
+
+
 class ConstructorSignature:
     """A descriptor that gives a class the signature of its constructor, also under a metaclass.
 

@@ -70,12 +70,8 @@ def place_of_loop(scope: str) -> Place | None:
     if found is None or found.end() != len(around):
         return None
     start, stop, slot, stages, label = found.groups()
-    return Place(int(start), int(stop), int(slot), label, numbers_of(stages) or None)
-
-
-def numbers_of(stages: str | None) -> tuple[int, ...]:
-    """Return the stages that a match of `PLACE` names."""
-    return tuple(map(int, stages.strip("_").split("_"))) if stages else ()
+    numbers = tuple(map(int, stages.strip("_").split("_"))) if stages else None
+    return Place(int(start), int(stop), int(slot), label, numbers)
 
 
 def trips(program: Program, scope: str) -> NDArray[np.int64] | None:

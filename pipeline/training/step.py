@@ -30,7 +30,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from pipeline.base.arguments import is_number, is_whole
+from pipeline.base.arguments import is_number, is_whole, names_extras
 from pipeline.base.precision import MOST, TINY
 from pipeline.base.warn import warn
 from pipeline.facade import Attributes, Weighed, as_arrays
@@ -194,6 +194,7 @@ class Step:
 
     # --- methods for users
 
+    @names_extras
     @_COMPILED
     def __call__(
         self, inputs: Tree, targets: Tree, *, extras: Extras = None, weight: Any = None
@@ -272,6 +273,7 @@ class Step:
         calls.begin()
         return self._keep(*done)
 
+    @names_extras
     @_COMPILED
     def fwd_bwd(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> tuple[Any, Tree]:
         """Compute the mean loss and its gradients, unscaled, laid out as ``nnx.state(model, wrt)``.
@@ -297,6 +299,7 @@ class Step:
         done = self._updated(self._state.read(), self.ema, self._scalars, grads, loss)
         return self._keep(*done)
 
+    @names_extras
     @_COMPILED
     def eval_step(
         self,

@@ -140,6 +140,7 @@ class Report:
       common: start and end of shared work, in order of time.
       moved: [S] tuples, aligned with ``schedule.orders``: whether the action writes to host memory
         or waits for a stash from host memory; empty without offload.
+      unit: "s" if the times are seconds of a run; "" for the unit of the costs.
     """
 
     schedule: Schedule
@@ -160,6 +161,7 @@ class Report:
     ends: tuple[tuple[float, ...], ...] = field(repr=False)
     common: tuple[tuple[float, float], ...] = field(repr=False)
     moved: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)
+    unit: str = ""
 
     def __str__(self) -> str:
         """Write a line for the step, and a line for each rank."""

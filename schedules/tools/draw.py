@@ -60,7 +60,7 @@ def save_timeline(
       reports: reports of `simulate`.
       path: a ``.png`` or ``.svg`` file.
       title: a line above the timelines.
-      unit: the unit of the reports' times, such as "ms"; None for the unit of the costs.
+      unit: the unit of the reports' times, such as "ms"; None for `Report.unit`, or the costs'.
 
     Raises:
       ScheduleError: there is nothing to draw, or the suffix is another.
@@ -73,7 +73,7 @@ def save_timeline(
             f"path={os.fspath(path)!r} ends in {suffix!r}; a timeline is written as "
             f"{' or '.join(SUFFIXES)}, so choose one of those suffixes"
         )
-    figure = _draw(reports, title, unit)
+    figure = _draw(reports, title, unit or max(report.unit for report in reports))
     with open_replacement(path) as file:
         figure.savefig(file.buffer, dpi=160, format=suffix[1:], metadata=_METADATA[suffix])
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from schedules.clocks.report import CAUSES, Report, Wait, sizes
-from schedules.clocks.simulate import CLOCKS, simulate
+from schedules.clocks.simulate import simulate
 from schedules.core.action import Action, ScheduleError, printable, shorten
 from schedules.core.arguments import listed
 from schedules.core.costs import Costs
@@ -32,14 +32,7 @@ from schedules.core.files import replace
 from schedules.core.flat import flatten
 from schedules.core.schedule import Schedule
 from schedules.tools.palette import CAUSES as REASONS
-from schedules.tools.palette import (
-    DARK,
-    LIGHT,
-    NAMES,
-    clock_name,
-    joined,
-    kinds,
-)
+from schedules.tools.palette import DARK, LIGHT, NAMES, clock_name, joined, kinds
 
 MOST_ACTIONS = 2_000_000  # most drawn actions, over all clocks and schedules; about 40 MB
 SCRIPTS = (
@@ -79,7 +72,8 @@ def save_page(
 
     Reports of one schedule with equal costs become one timeline with a switch for the clock. The
     event clock and lockstep are always included. A missing report is simulated, unless there is a
-    report of the measured clock, whose costs do not describe its actions.
+    report of the measured clock, whose costs do not describe its actions: with it the page opens.
+    A step that ran (`Pipeline.trace`) has its unit on the axis, other times that of the costs.
 
     Args:
       drawn: reports, or schedules, which are timed with durations of 1 for F, I and W.
@@ -127,7 +121,7 @@ def _check_size(items: Sequence[Report | Schedule]) -> None:
 
 
 def _entries(items: Sequence[Report | Schedule]) -> list[Entry]:
-    """Make one entry for each schedule and costs, with missing clocks; the event clock first."""
+    """Make one entry for each schedule and costs, with missing clocks; the first one opens."""
     entries: list[Entry] = []
     for item in items:
         schedule, costs = (
@@ -147,7 +141,8 @@ def _entries(items: Sequence[Report | Schedule]) -> list[Entry]:
         for clock in ("event", "lockstep"):
             if clock not in clocks and "measured" not in clocks:
                 entry.reports.append(simulate(entry.schedule, entry.costs, clock))
-        entry.reports.sort(key=lambda report: CLOCKS.index(report.clock))
+        # The page opens on a measured clock, else on "event", which comes before "lockstep".
+        entry.reports.sort(key=lambda report: (report.clock != "measured", report.clock))
     return entries
 
 
@@ -189,6 +184,7 @@ def _data(entries: Sequence[Entry]) -> dict[str, Any]:
 
 def _entry(entry: Entry, label: str) -> dict[str, Any]:
     schedule, flat = entry.schedule, flatten(entry.schedule)
+    unit = max(report.unit for report in entry.reports)
     place = {
         action: (rank, position)
         for rank, order in enumerate(schedule.orders)
@@ -196,7 +192,8 @@ def _entry(entry: Entry, label: str) -> dict[str, Any]:
     }
     return {
         "label": label,
-        "note": _note(entry.costs),
+        "note": _note(entry.costs, unit),
+        "unit": unit,
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
@@ -253,8 +250,7 @@ def _pack(values: ArrayLike, kind: str) -> str:
     return base64.b64encode(np.asarray(values, kind).tobytes()).decode()
 
 
-def _note(costs: Costs) -> str:
-    """Write the costs of all actions on one line."""
+def _note(costs: Costs, unit: str) -> str:
     parts = []
     for name, value in zip(
         ("F", "I", "W", "B", "message"),
@@ -270,4 +266,4 @@ def _note(costs: Costs) -> str:
         parts.append(f"overlapped pair {costs.pair:.6g}")
     if costs.optimizer:
         parts.append(f"optimizer step {costs.optimizer:.6g} after the makespan")
-    return "Costs: " + ", ".join(parts)
+    return f"Costs{f' in {unit}' if unit else ''}: {', '.join(parts)}"

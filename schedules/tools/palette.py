@@ -120,5 +120,5 @@ def heading(report: Report) -> str:
     return (
         f"{printable(report.schedule.name)}   {sizes(report.schedule)}   {clock_name(report)}   "
         f"bubble {100 * report.step_bubble_rate:.1f}% of the step   "
-        f"makespan {report.makespan:.6g}"
+        f"makespan {report.makespan:.6g}{report.unit and f' {report.unit}'}"
     )

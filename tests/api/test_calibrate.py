@@ -203,7 +203,7 @@ def test_calibrate(clock):
     report = simulate(fitted.schedule, cal.costs, "lockstep")
     assert (
         f"predicted bubble at what was measured on {cal.hardware['device']}: a step loses "
-        f"{report.step_bubble_rate:.1%} in lockstep"
+        f"{report.step_bubble_rate:.1%} of its ranks' time in lockstep"
     ) in fitted.describe().splitlines()
     text = str(cal).splitlines()
     assert text[0].startswith("4 stages, remat=stage, float32[2,8] a microbatch, on 1 x ")

@@ -150,7 +150,8 @@ def test_the_bubble_is_that_of_the_program_that_runs():
     """
     line = make().describe().splitlines()[5]
     assert line == (
-        "predicted bubble at F = I = W and F again in each backward: a step loses 26.3% in lockstep"
+        "predicted bubble at F = I = W and F again in each backward: a step loses 26.3% of its "
+        "ranks' time in lockstep"
     )
 
 
@@ -160,7 +161,8 @@ def test_costs_given_are_those_of_the_bubble_and_of_the_choice():
     pipe = make(costs=costs)
     want = simulate(pipe.schedule, costs, "lockstep").step_bubble_rate
     assert pipe.describe().splitlines()[5] == (
-        f"predicted bubble at the costs given: a step loses {want:.1%} in lockstep"
+        f"predicted bubble at the costs given: a step loses {want:.1%} of its ranks' time in "
+        f"lockstep"
     )
     assert pipe.replace(costs=None).plan.durations == make().plan.durations
 

@@ -668,7 +668,7 @@ def test_describe():
         "schedule 1f1b: asked for by name\n"
         "21 ticks of slots FBIW: the fastest where exchanges are barriers\n"
         "per rank 2 message buffers, 6 residual stashes\n"
-        "predicted bubble at F = I = W: a step loses 45.5% in lockstep\n"
+        "predicted bubble at F = I = W: a step loses 45.5% of its ranks' time in lockstep\n"
         "bytes per rank: weights 2,048, sums of gradients 2,048; describe(inputs, targets) "
         "predicts the rest\n"
         "engine='programs': 0.94 of this step, by the event clock"

@@ -103,6 +103,27 @@ SLIPS = {
         ),
         "extras= has 'mask', and stages[1] takes 'scale': rename it, or let every stage take it",
     ),
+    "an extra as an option of loss": (
+        lambda: make().loss(X, T, mask=EXTRA),
+        (
+            "Pipeline.loss() has no option 'mask': arrays for the stages go into extras={'mask': "
+            "array}; there are extras, has_aux, inputs, num_microbatches, targets, weighed"
+        ),
+    ),
+    "an extra as an option of a call": (
+        lambda: make()(X, mask=EXTRA),
+        (
+            "Pipeline.__call__() has no option 'mask': arrays for the stages go into "
+            "extras={'mask': array}; there are extras, inputs, num_microbatches"
+        ),
+    ),
+    "extras misnamed": (
+        lambda: make().value_and_grad(X, T, extra={"mask": EXTRA}),
+        (
+            "Pipeline.value_and_grad() has no option 'extra': arrays for the stages go into "
+            "extras={'extra': array}; did you mean 'extras'?"
+        ),
+    ),
     "no extras": (
         lambda: make(stages=models.build(Masked, 2)).value_and_grad(X, T),
         (

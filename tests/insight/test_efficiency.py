@@ -17,6 +17,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.insight.calibrate import efficiency
 from pipeline.insight.calibrate.one_rank import entries
+from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from tests.support import models
 from tests.support.models import Hostile
 
@@ -108,11 +109,26 @@ def test_every_action_of_programs_is_timed():
         found._programs.compiled[name] = lambda *a, name=name, run=run: (
             calls.update([name]) or run(*a)
         )
-    costs = found.costs()
+    costs = efficiency._costs(pipe.plan, found)
     assert {name: n for name, n in calls.items() if name[0] in "FIW"} == {
         (kind, k, 0): 4 for kind in "FIW" for k in range(4)
     }
     assert all(len(times) == 4 and max(times) > 0 for times in (costs.f, costs.i, costs.w))
+
+
+@pytest.mark.parametrize("engine", ["scan", "programs"])
+def test_work_of_all_ranks_is_work_of_each(engine):
+    """A table of the scan cannot leave it out, so both engines time it as programs."""
+    embed = VocabularyEmbedding(11, models.WIDTH, rngs=nnx.Rngs(0))
+    ends = {"embed": embed, "head": VocabularyHead(11, models.WIDTH, tied=embed)}
+    options = {"mesh": make_mesh(stage=2), "loss_fn": CrossEntropy(), "vocabulary": "stage"}
+    pipe = Pipeline(models.build(Hostile, 2), 4, engine=engine, **ends, **options)
+    ids = models.words(16, most=11)
+    found = pipe.measure(ids, ids, steps=2)
+    assert found.clock == {"scan": "lockstep", "programs": "event"}[engine]
+    times = efficiency.ProgramActions(pipe.plan, pipe._operands(ids, ids, None, "measure")).times()
+    assert min(times["lookup", 0], times["head", 1], times["scatter", 0]) > 0
+    assert min(found.costs.head, found.costs.embed) > 0
 
 
 def test_a_busy_machine_and_few_cores_are_said_beside_the_numbers(monkeypatch):
@@ -185,6 +201,14 @@ NOISE = {
         lambda n, turn: 1.0 if n is None else 0.1 + 0.5 * (n > 4),
         {"bubble", "rest"},
         "by 3 measurements of the actions the bubble is -, -, -: noise decides bubble and rest",
+    ),
+    "actions of one rank that take no time": (
+        lambda n, turn: 1.0 if n is None else 0.1 + 0.05 * n * (n > 4 or turn % 5 in (1, 2)),
+        {"bubble", "rest"},
+        (
+            "the actions of rank 1 take 0 ms kind by kind, and 400 ms together: noise decides "
+            "bubble and rest"
+        ),
     ),
     "actions that differ": (
         lambda n, turn: 1.0 if n is None else 0.1 + 0.06 * n * (1 if n > 4 else turn % 5),

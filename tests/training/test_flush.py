@@ -20,6 +20,7 @@ from tests.support import models
 from tests.support.close import assert_close
 from tests.support.models import Block
 from tests.support.refusals import refusal
+from tests.training.plain import Chain, assert_layers, by_hand
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 BATCHES = [(models.rows(8, seed=n), models.rows(8, seed=n + 50)) for n in range(5)]
@@ -64,6 +65,18 @@ def test_fewer_calls_are_an_update_of_their_rows(kind: Any, options: dict[str, A
         assert_close(a, b)
     for a, b in zip(*map(jax.tree.leaves, map(weights, (step, whole))), strict=True):
         assert_close(a, b)
+
+
+def test_fewer_calls_are_an_update_of_plain_optax() -> None:
+    step = step_of(4, head=Block(nnx.Rngs(9)))
+    for batch in BATCHES[:3]:
+        step(*batch)
+    step.flush()
+    rows = tuple(map(jnp.concatenate, zip(*BATCHES[:3], strict=True)))
+    make = lambda: Chain(models.build(Block, 2), Block(nnx.Rngs(9)), models.squares)  # noqa: E731
+    _, wanted, _ = by_hand(make, [rows], optax.adam(1e-2))
+    assert_layers(step.model, nnx.state(step.model, nnx.Param), wanted)
+    assert (step.updates, step.pending) == (1, 0)
 
 
 def test_calls_whose_loss_is_not_finite_leave_the_weights() -> None:

@@ -22,6 +22,7 @@ from tests.support import models
 from tests.support.close import assert_close
 from tests.support.models import WIDTH, Block
 from tests.support.refusals import refusal
+from tests.training.plain import Chain, assert_layers, by_hand
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -103,7 +104,7 @@ def test_a_backbone_goes_under_a_new_head(tmp_path: Path, capsys: Any, ema: Any)
         equal(layers(other, other.step.ema)["stages"], layers(first, first.step.ema)["stages"])
         equal(layers(other, other.step.ema)["head"], head)
     printed = capsys.readouterr().err
-    assert printed.startswith(f"{folder}: {more + 1} leaves are not restored\n")
+    assert f"{folder}: {more + 1} leaves are not restored\n" in printed
     line = f"model.head.kernel: {kernel} in the checkpoint, float32[{WIDTH},3] stays\n"
     assert line in printed
     other.steps = 4
@@ -141,6 +142,24 @@ def test_another_schedule_keeps_moments_and_continues(tmp_path: Path) -> None:
     injected.run()
     rate_of_update = injected.step.optimizer.opt_state.hyperparams["learning_rate"][...]
     assert_close(rate_of_update, rate(3), tolerance=1e-6)
+
+
+def test_a_run_under_another_schedule_is_that_of_plain_optax(tmp_path: Path) -> None:
+    """Three updates with a constant rate, two by a schedule, which counts from the first update."""
+    run(tmp_path, optax.adamw(1e-2))
+    rate = optax.linear_schedule(1e-2, 0.0, 10)
+    other = trainer(tmp_path, optax.adamw(rate), seed=5, steps=5)
+    other.resume(strict=False)
+    other.run()
+    head = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(9))
+    rows = Rows()
+    _, wanted, _ = by_hand(
+        lambda: Chain(models.build(Block, 2), head, models.squares),
+        [next(rows) for _ in range(5)],
+        optax.adamw(lambda count: jnp.where(count < 3, 1e-2, rate(count))),
+    )
+    pipe = other.step.model
+    assert_layers(pipe, nnx.state(pipe, nnx.Param), wanted)
 
 
 def test_more_trained_layers_keep_the_moments_of_others(tmp_path: Path, capsys: Any) -> None:

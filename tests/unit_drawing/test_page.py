@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -694,6 +695,38 @@ def test_nothing_sticks_out(open_page, width):
         assert page.point(0.5, 0)[0].startswith("0F0")
     finally:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_narrow_page_opens_where_its_boxes_can_be_read(driver, open_page):
+    """At 420 px the step of 8 microbatches is whole, of 32 only the first part (issue 71)."""
+    metrics = {"width": 420, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        short = simulate(build("zb_h1", num_ranks=4, num_microbatches=8))
+        assert open_page(short).view() == (0, short.makespan)
+        long = simulate(build("1f1b", num_ranks=4, num_microbatches=32))
+        page = open_page(long)
+        start, end = page.view()
+        canvas = page.run("return {...document.querySelector('.timeline').dataset}")
+        assert start == 0
+        assert float(canvas["plot"]) / end > 6  # pixels of an F
+        page.click("#fit")
+        assert page.view() == (0, long.makespan)
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_step_that_ran_opens_first_and_has_its_unit(open_page):
+    actions = [action for order in ONE.schedule.orders for action in order]
+    ran = simulate(ONE.schedule, Costs(2e-3), "measured", durations=dict.fromkeys(actions, 2e-3))
+    ran = dataclasses.replace(ran, unit="s")
+    page = open_page([simulate(ran.schedule, ran.costs, "lockstep"), ran])
+    assert [text.split(",")[0] for text in page.texts(".segments span")] == ["measured", "lockstep"]
+    assert page.texts(".segments label:has(:checked)") == ["measured"]
+    assert page.texts(".figures dd")[0] == f"{1e3 * ran.makespan:g} ms"
+    assert page.texts("#range") == [f"0 ms – {1e3 * ran.makespan:g} ms"]
+    assert page.texts(".panel .note") == ["Costs in s: F 0.002, I 1, W 1, message 0"]
+    assert page.point(1e-3, 0)[2] == "0 ms – 2 ms, takes 2 ms"
 
 
 def test_one_rank_and_no_time(open_page):

@@ -38,9 +38,11 @@ from pipeline.insight.calibrate.one_rank import Runs, entries, partial_step
 from schedules import Costs, simulate
 from schedules.core.action import KINDS
 from schedules.core.timetable import kinds_in
+from schedules.lowering.program import COMMON
 
 OF_ACTIONS = 3  # measurements of each kind of action of each stage
 SPREAD = 0.1  # the largest difference of bubbles by these measurements, as a part of the step
+LEAST = 0.5  # the least sum of a rank's actions, as a part of their time together
 STEADY = 0.1  # the largest interquartile range / median without a note
 REPEAT = "take more steps=, larger microbatches, or a quiet machine"
 OTHERS = 0.1  # the most cores that other programs may keep busy without a note
@@ -56,7 +58,8 @@ class Efficiency:
       step: the median time of a step.
       ideal: the median work of the busiest rank.
       efficiency: ideal / step.
-      bubble: the part of the step in which the busiest rank waits, by the clock.
+      bubble: the part of the step in which the busiest rank waits, by the clock; that of
+        `Pipeline.describe` is a part of all ranks' time, without overhead.
       rest: the part of the step that is neither work nor waiting.
       steps: [n] the time of each step.
       works: [n] each measurement of the busiest rank's work.
@@ -80,7 +83,7 @@ class Efficiency:
 
     def __str__(self) -> str:
         """A table with a definition in each line."""
-        waits = f"of the step that rank waits, by its measured durations ({self.clock} clock)"
+        waits = f"of the step that rank waits ({self.clock} clock); describe() counts all ranks"
         alone = f"all actions of the busiest rank ({self.rank}), alone, in turn with the steps"
         rows = [
             (
@@ -88,11 +91,7 @@ class Efficiency:
                 _milliseconds(self.step),
                 f"median of {len(self.steps)} steps, {_spread(self.steps)}",
             ),
-            (
-                "ideal",
-                _milliseconds(self.ideal),
-                f"{alone}, {_spread(self.works)}",
-            ),
+            ("ideal", _milliseconds(self.ideal), f"{alone}, {_spread(self.works)}"),
             ("efficiency", _percent(self.efficiency), "ideal / step"),
             ("bubble", _percent(self.bubble), waits),
             (
@@ -120,17 +119,19 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         )
     if not is_whole(steps, 1, numpy=True):
         raise ValueError(f"steps={steps!r}: must be an integer >= 1, how many steps are timed")
-    timed = (
-        ProgramActions(plan, operands)
-        if plan.engine == "programs"
-        else TableActions(plan, operands)
-    )
-    seconds(timed.step)  # the first runs compile
+    # A table cannot leave out the work of all ranks, so their actions are timed as programs.
+    by_program = plan.engine == "programs" or plan.shared
+    timed = ProgramActions(plan, operands) if by_program else TableActions(plan, operands)
+
+    def step() -> Any:
+        return _run_step(plan, operands)
+
+    seconds(step)  # the first runs compile
     timed.works()
     whole, of_ranks = list[float](), list[list[float]]()
     busy, start = _busy_elsewhere(), time.perf_counter()
     for _ in range(steps):
-        whole.append(seconds(timed.step))
+        whole.append(seconds(step))
         of_ranks.append(timed.works())
     others = (_busy_elsewhere() - busy) / (time.perf_counter() - start)
     works = list(zip(*of_ranks, strict=True))
@@ -145,22 +146,17 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
             f"decides efficiency, bubble and rest; {REPEAT}"
         )
         efficiency = math.nan
-    each = [timed.costs() for _ in range(OF_ACTIONS)]
+    each = [_costs(plan, timed) for _ in range(OF_ACTIONS)]
     costs = _take_medians(each)
-    waits = [efficiency * _compute_wait(plan, one, rank) for one in (costs, *each)]
-    bubble = waits[0]
-    if not math.isnan(efficiency) and not max(waits) - min(waits) <= SPREAD:
-        seen = ", ".join(map(_percent, waits[1:]))
-        notes.append(
-            f"by {OF_ACTIONS} measurements of the actions the bubble is {seen}: noise decides "
-            f"bubble and rest; {REPEAT}"
-        )
-        bubble = math.nan
-    elif bubble > 1 - efficiency + STEADY:
-        notes.append(
-            f"the actions of a rank and its waits would take {efficiency + bubble:.0%} of the "
-            f"step: noise decides bubble and rest; {REPEAT}"
-        )
+    reports = [simulate(plan.schedule, **plan.clock_with(one)) for one in (costs, *each)]
+    waits = [
+        efficiency * (report.makespan / report.work[rank] - 1) if report.work[rank] else math.nan
+        for report in reports
+    ]
+    bubble, sums = waits[0], list(zip(reports[0].work, map(statistics.median, works), strict=True))
+    reason = _doubt_bubble(waits, sums, efficiency)
+    if reason and not math.isnan(efficiency):
+        notes.append(f"{reason}: noise decides bubble and rest; {REPEAT}")
         bubble = math.nan
     return Efficiency(
         step=taken,
@@ -171,7 +167,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         steps=tuple(whole),
         works=tuple(works[rank]),
         rank=rank,
-        clock=simulate(plan.schedule, **{**plan.clock, "costs": costs}).clock,
+        clock=reports[0].clock,
         costs=costs,
         notes=(*notes, *_notes(plan, {"step": whole, "ideal": works[rank]}, others)),
     )
@@ -190,15 +186,29 @@ def _settle_median(name: str, times: Sequence[float], notes: list[str]) -> float
     return math.nan
 
 
-def _compute_wait(plan: Plan, costs: Costs, rank: int) -> float:
-    """Return the time that a rank waits over the time that it works; NaN if it has no work."""
-    report = simulate(plan.schedule, **{**plan.clock, "costs": costs})
-    work = report.work[rank]
-    return report.makespan / work - 1 if work else math.nan
+def _doubt_bubble(
+    waits: Sequence[float], sums: Sequence[tuple[float, float]], efficiency: float
+) -> str:
+    """Say why noise decides the bubble, or "". ``sums``: [S] seconds, kind by kind and together."""
+    if not max(waits) - min(waits) <= SPREAD:
+        seen = ", ".join(map(_percent, waits[1:]))
+        return f"by {OF_ACTIONS} measurements of the actions the bubble is {seen}"
+    for rank, (apart, together) in enumerate(sums):
+        if apart <= max(0.0, LEAST * together):
+            return (
+                f"the actions of rank {rank} take {_milliseconds(apart)} kind by kind, and "
+                f"{_milliseconds(together)} together"
+            )
+    busy = efficiency + waits[0]
+    if busy > 1 + STEADY:
+        return f"the actions of a rank and its waits would take {busy:.0%} of the step"
+    return ""
 
 
 def _take_medians(each: Sequence[Costs]) -> Costs:
-    durations: dict[str, Any] = {}
+    durations: dict[str, Any] = {
+        end: statistics.median(getattr(costs, end) for costs in each) for end in ("head", "embed")
+    }
     for name in ("f", "i", "w", "b"):
         per_stage = [getattr(costs, name) for costs in each]
         if isinstance(per_stage[0], tuple):
@@ -206,8 +216,17 @@ def _take_medians(each: Sequence[Costs]) -> Costs:
     return Costs(**durations)
 
 
+def _run_step(plan: Plan, operands: Operands) -> Any:
+    if plan.engine == "programs":
+        from pipeline.core.programs.runtime import train
+
+        return train(plan, *operands)
+    with meshes.entered(plan.mesh, plan.home):
+        return runtime.train(plan, *operands)
+
+
 class TableActions:
-    """The step of the engine "scan", and runs of parts of its table.
+    """Runs of parts of the table of a step of the engine "scan".
 
     Args:
       plan: the options of the pipeline.
@@ -215,23 +234,18 @@ class TableActions:
     """
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
-        self._plan, self._operands = plan, operands
+        self._plan = plan
         self._partial = partial_step(plan, operands)
         self._none = np.zeros_like(plan.training.op, bool)
-
-    def step(self) -> Any:
-        """Run a step."""
-        with meshes.entered(self._plan.mesh, self._plan.home):
-            return runtime.train(self._plan, *self._operands)
 
     def works(self) -> list[float]:
         """Time once [S] all actions of each rank."""
         plan, chunks = self._plan, range(self._plan.num_chunks)
         ranks = range(plan.schedule.num_ranks)
-        return self._times([entries(plan.training, chunks, rank=rank) for rank in ranks])
+        return self._seconds([entries(plan.training, chunks, rank=rank) for rank in ranks])
 
-    def costs(self) -> Costs:
-        """Measure once [K] durations of each kind of action on a whole microbatch."""
+    def times(self) -> dict[tuple[str, int], float]:
+        """Time the actions of a step, by kind and stage, the sum over microbatches."""
         schedule = self._plan.schedule
         parts: dict[tuple[str, int], Runs] = {}
         for k, rank in enumerate(schedule.placement):
@@ -240,10 +254,9 @@ class TableActions:
                 marked = entries(self._plan.training, [chunk], kind, rank=rank)
                 if marked.any():
                     parts[kind, k] = marked
-        times = self._times(list(parts.values()))
-        return _mean_costs(self._plan, dict(zip(parts, times, strict=True)))
+        return dict(zip(parts, self._seconds(list(parts.values())), strict=True))
 
-    def _times(self, parts: Sequence[Runs]) -> list[float]:
+    def _seconds(self, parts: Sequence[Runs]) -> list[float]:
         """Time a run of each part, minus the run of nothing."""
         idle, *times = [
             seconds(functools.partial(self._partial, runs)) for runs in (self._none, *parts)
@@ -252,11 +265,11 @@ class TableActions:
 
 
 class ProgramActions:
-    """The step of the engine "programs", and the same step with one program at a time.
+    """A step as programs, one program at a time.
 
     An action's time is the time from its call until its results are ready, minus the time of a
     program that computes nothing. It has the call's overhead for its arguments, up to 0.1 ms. With
-    several processes each measures its ranks.
+    several processes each measures its ranks. Work of all ranks counts on each of them.
 
     Args:
       plan: the options of the pipeline.
@@ -267,33 +280,30 @@ class ProgramActions:
         from pipeline.core.programs.runtime import training_programs
 
         _, self._weights, self._batch = operands
+        if plan.engine != "programs":
+            plan = plan.anew(engine="programs", pattern=None, delayed=False)
         self._plan, self._programs = plan, training_programs(plan, *operands).compile()
         self._is_shared = len(processes_of(plan.devices)) > 1
         local = self._programs.meshes.local_ranks[0]
         (number,) = self._programs.meshes.replicate(local, [np.int32(0)])
         self._nothing = functools.partial(jax.jit(jnp.negative), number)
 
-    def step(self) -> Any:
-        """Run a step."""
-        return self._programs(self._weights, self._batch, StepInputs())
-
     def works(self) -> list[float]:
         """Time once [S] all actions of each rank."""
         placement = self._plan.schedule.placement
-        works = [0.0] * self._plan.schedule.num_ranks
-        for (_, k), taken in self._times().items():
-            works[placement[k]] += taken
-        return works
+        works = np.zeros(self._plan.schedule.num_ranks)
+        for (kind, k), taken in self.times().items():
+            works[slice(None) if kind in COMMON else placement[k]] += taken
+        return list(works.tolist())
 
-    def costs(self) -> Costs:
-        """Measure once [K] durations of each kind of action on a whole microbatch."""
-        return _mean_costs(self._plan, self._times())
+    def times(self) -> dict[tuple[str, int], float]:
+        """Time the actions of a step, by kind and stage, the sum over microbatches.
 
-    def _times(self) -> dict[tuple[str, int], float]:
-        """Time the actions of a step, by kind and stage, the sum over microbatches."""
+        Work of all ranks is named as in `schedules.clocks.shared.Together`.
+        """
         idle = statistics.median(seconds(self._nothing) for _ in range(9))
-        stages = range(self._plan.schedule.num_stages)
-        times: dict[tuple[str, int], float] = {(kind, k): 0.0 for kind in KINDS for k in stages}
+        stages, kinds = range(self._plan.schedule.num_stages), (*KINDS, *COMMON)
+        times: dict[tuple[str, int], float] = {(kind, k): 0.0 for kind in kinds for k in stages}
 
         def timed(name: tuple[str, int, int], run: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any) -> Any:
@@ -303,7 +313,7 @@ class ProgramActions:
                 times[name[:2]] += time.perf_counter() - start - idle
                 return results
 
-            return call if name[0] in KINDS else run
+            return call if name[0] in kinds else run
 
         programs = copy.copy(self._programs)
         programs.compiled = {name: timed(name, run) for name, run in programs.compiled.items()}
@@ -315,13 +325,17 @@ class ProgramActions:
         return times
 
 
-def _mean_costs(plan: Plan, times: Mapping[tuple[str, int], float]) -> Costs:
-    """Convert the seconds of a step, by kind and stage, to [K] seconds of a microbatch."""
-    kinds, K, M = kinds_in(plan.schedule), plan.schedule.num_stages, plan.schedule.num_microbatches
-    durations: dict[str, Any] = {
-        kind.lower(): [max(times.get((kind, k), 0.0), 0.0) / M for k in range(K)] for kind in kinds
-    }
-    return Costs(**durations)
+def _costs(plan: Plan, timed: TableActions | ProgramActions) -> Costs:
+    """Measure once [K] durations of each kind of action, and of shared work, on a microbatch."""
+    schedule, times = plan.schedule, timed.times()
+    M, S, stages = schedule.num_microbatches, schedule.num_ranks, range(schedule.num_stages)
+
+    def mean(kind: str) -> list[float]:
+        return [max(times.get((kind, k), 0.0), 0.0) / M for k in stages]
+
+    durations: dict[str, Any] = {kind.lower(): mean(kind) for kind in kinds_in(schedule)}
+    lookup, head, scatter = (S * sum(mean(part)) for part in COMMON)
+    return Costs(**durations, head=head, embed=(lookup + scatter) / 2)
 
 
 def _busy_elsewhere() -> float:

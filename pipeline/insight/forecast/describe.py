@@ -125,7 +125,7 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
         lines.append(f"vocabulary of {ends} on all ranks, 1/{schedule.num_ranks} of it on each")
     if plan.compute_dtype is not None:
         lines.append(f"parameters and activations are cast to {plan.compute_dtype.name}")
-    if plan.offload and (straight or not _is_offloading(plan.training)):
+    if plan.offload and (straight or not any(p.host for p in plan.training.values.values())):
         lines.append(
             f"offload={plan.offload!r} moves nothing: no rank keeps anything that it asks for "
             f"beyond the next action"
@@ -136,10 +136,12 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     return "\n".join([*lines, *unlike, *_other_engine(plan)])
 
 
-def _costs(plan: Plan) -> str:
-    if plan.costs is not None:
-        return plan.costs_from
-    return "F = I = W" + " and F again in each backward" * (plan.remat == "stage")
+def _bubble(plan: Plan) -> str:
+    """Describe the share of all ranks' time that a step loses, and the costs for which it holds."""
+    costs, lost = plan.costs_from, simulate(plan.schedule, **plan.clock).step_bubble_rate
+    if plan.costs is None:
+        costs = "F = I = W" + " and F again in each backward" * (plan.remat == "stage")
+    return f"predicted bubble at {costs}: a step loses {lost:.1%} of its ranks' time"
 
 
 def _programs(plan: Plan) -> list[str]:
@@ -149,7 +151,7 @@ def _programs(plan: Plan) -> list[str]:
     return [
         "a program for each action of a rank, which waits for its data alone",
         f"stashes at most, by rank: {held}",
-        f"predicted bubble at {_costs(plan)}: a step loses {report.step_bubble_rate:.1%}",
+        _bubble(plan),
     ]
 
 
@@ -170,14 +172,10 @@ def _other_engine(plan: Plan) -> list[str]:
 def _ticks(plan: Plan) -> list[str]:
     """Describe the lowered timetable, and the ranks' idle time in it."""
     program = plan.training
-    lost = simulate(plan.schedule, **plan.clock).step_bubble_rate
     return [
         f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",
         f"per rank {_places(program)}",
-        (
-            f"predicted bubble at {_costs(plan)}: a step loses {lost:.1%} in lockstep"
-            f"{' with delayed sends' * program.delayed}"
-        ),
+        f"{_bubble(plan)} in lockstep{' with delayed sends' * program.delayed}",
     ]
 
 
@@ -232,12 +230,7 @@ def _places(program: Program) -> str:
     return ", ".join(f"{count} {text}" for n, (count, (*_, text)) in rows if count or n < 2)
 
 
-def _is_offloading(program: Program) -> bool:
-    return any(placement.host for placement in program.values.values())
-
-
 def _why_slots(plan: Plan) -> str:
-    """Explain why a tick has these slots."""
     if plan.pattern is None:
         meet = "keep only the ranks that they join" if plan.partners else "are barriers"
         return f"the fastest where exchanges {meet}"

@@ -96,6 +96,7 @@ def report_runs(
         head=each["head"] * share,
         embed=(each["lookup"] + each["scatter"]) * share / 2,
     )
+    slots = {**slots, "unit": "s"}
     return sum_up(schedule, costs, "measured", slots, flat, times[:, 0], lasting, common)
 
 

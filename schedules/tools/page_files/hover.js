@@ -44,10 +44,11 @@ function beside(item, step) {
 function tell(panel, item) {
   const { row, type, index } = item, { entry } = panel;
   const [start, end] = timesOf(item);
-  const when = `${number(start)} – ${number(end)}, takes ${number(end - start)}`;
+  const text = (time) => timeText(entry, time);
+  const when = `${text(start)} – ${text(end)}, takes ${text(end - start)}`;
   if (type === "held") {
     const count = index < 0 ? 0 : row.held.counts[index];
-    return [`${count} held`, `stage inputs on rank ${row.rank}`, `at ${number(item.time)}; its peak is ${panel.report.peak[row.rank]}`];
+    return [`${count} held`, `stage inputs on rank ${row.rank}`, `at ${text(item.time)}; its peak is ${panel.report.peak[row.rank]}`];
   }
   if (type === "action") {
     const stage = row.stages[index], chunk = chunksOf(entry) > 1 ? ` · chunk ${entry.chunks[stage]}` : "";

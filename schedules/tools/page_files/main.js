@@ -37,6 +37,7 @@ function choose(panel, index, clock) {
 function refresh() {
   const two = $("compare").checked;
   panels[1].root.hidden = !two;
+  span(shown().map((panel) => panel.report));
   panels.forEach((panel, n) => {
     panel.badge.textContent = two ? panel.letter : "";
     panel.item = null;
@@ -44,11 +45,10 @@ function refresh() {
     const { entry, report } = panel;
     panel.canvas.setAttribute(
       "aria-label",
-      `${entry.label}, ${report.label} clock: ${entry.ranks} ranks, makespan ${number(report.makespan)}. ` +
+      `${entry.label}, ${report.label} clock: ${entry.ranks} ranks, makespan ${timeText(entry, report.makespan)}. ` +
         "Shift and arrow keys go through actions and waits.",
     );
   });
-  span(shown().map((panel) => panel.report));
   bars = [];
   sharesTable(shown());
   rankTables(shown());
@@ -85,8 +85,9 @@ function draw() {
   paintOverview(shown());
   const whole = view.start === 0 && view.end === view.whole;
   const digits = 10 ** Math.floor(Math.log10((view.end - view.start) / 500));
-  const rounded = (time) => number(whole ? time : Math.round(time / digits) * digits);
-  $("range").textContent = `${rounded(view.start)} – ${rounded(view.end)}${whole ? "" : ` of ${number(view.whole)}`}`;
+  const { entry } = panels[0];
+  const rounded = (time) => timeText(entry, whole ? time : Math.round(time / digits) * digits);
+  $("range").textContent = `${rounded(view.start)} – ${rounded(view.end)}${whole ? "" : ` of ${timeText(entry, view.whole)}`}`;
   Object.assign($("range").dataset, { start: view.start, end: view.end });
 }
 
@@ -131,6 +132,7 @@ function begin() {
   addEventListener("afterprint", () => print(false));
   document.querySelector("main").hidden = false;
   refresh();
+  openNarrow(panels[0]);
   let width = 0;
   new ResizeObserver(() => {
     if (width !== (width = document.body.clientWidth)) restyle();

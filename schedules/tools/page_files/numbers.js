@@ -16,7 +16,7 @@ function figures(panel, reference) {
   const change = reference && reference.report.makespan ? report.makespan / reference.report.makespan - 1 : 0;
   const against = change ? signed(`${(100 * change).toFixed(1)}%`.replace("-", "−"), change) : "";
   const rows = [
-    ["Makespan", number(report.makespan), against && `${against} against A`],
+    ["Makespan", timeText(panel.entry, report.makespan), against && `${against} against A`],
     ["Bubble of the step", percent(report.step_bubble), ""],
     ["Idle in the longest span", percent(report.bubble), ""],
     ["Peak activations", number(peak), peak && panel.entry.ranks > 1 ? `rank ${report.peak.indexOf(peak)}` : ""],
@@ -41,8 +41,8 @@ function sharesTable(panels) {
   const groups = panels.map((panel) => head(`${panel.letter}: ${titleOf(panel)}`, { scope: "colgroup", colspan: 2 }));
   const above = two ? [make("tr", {}, make("td"), ...groups, head("B − A", { scope: "colgroup", colspan: 1 }))] : [];
   const line = (name, times, bold) => {
-    const cells = panels.flatMap((panel, n) => [percent(times[n] / whole(panel)), number(times[n])]);
-    if (two) cells.push(signed(number(times[1] - times[0]), times[1] - times[0]));
+    const cells = panels.flatMap((panel, n) => [percent(times[n] / whole(panel)), timeText(panel.entry, times[n])]);
+    if (two) cells.push(signed(timeText(panels[0].entry, times[1] - times[0]), times[1] - times[0]));
     const row = make("tr", bold ? { class: "sum" } : {}, make("th", { scope: "row", text: name }));
     row.append(...cells.map((text) => make("td", { text })));
     return row;
@@ -71,7 +71,7 @@ function rankTables(panels) {
       const row = make("tr", {}, make("th", { scope: "row", text: `rank ${rank}` }));
       const cell = (text) => make("td", { text });
       const share = (time) => (time > 0 ? cell(percent(time / whole)) : make("td", { class: "none", text: "–" }));
-      row.append(cell(number(report.peak[rank])), cell(number(report.span[rank])), share(work), make("td", {}, bar));
+      row.append(cell(number(report.peak[rank])), cell(timeText(panel.entry, report.span[rank])), share(work), make("td", {}, bar));
       row.append(...used.map((n) => share(parts[n])), share(sum(parts)));
       return row;
     });

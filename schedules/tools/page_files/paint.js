@@ -2,6 +2,8 @@
 // shows how its time is divided among the kinds (dense.js).
 
 const LABEL = 11; // pixels of text in a box
+const SMALL = 9; // and where the page is narrow
+const READABLE = 11; // pixels per action that a narrow page opens with
 const DENSE = 2.2; // pixels per box below which a row is drawn in columns
 
 /** Where things stand, in CSS pixels. */
@@ -12,7 +14,7 @@ function layOut(entry, width) {
   const gap = row > 12 ? 5 : row > 6 ? 2 : 1;
   const left = narrow ? 30 : 68, pitch = row + memory + gap;
   const bottom = 4 + entry.ranks * pitch;
-  return { width, left, right: width - 10, plot: width - left - 10, top: 4, row, memory, pitch, bottom, height: bottom + 26, narrow };
+  return { width, left, right: width - 10, plot: width - left - 10, top: 4, row, memory, pitch, bottom, height: bottom + 26, narrow, text: narrow ? SMALL : LABEL };
 }
 
 function paint(panel, context, box) {
@@ -56,10 +58,17 @@ function paintNames({ context, box, colours, panel }, count) {
   }
 }
 
+/** A narrow page opens with the begin of a long step, so that the numbers in its boxes can be read. */
+function openNarrow({ entry, report, canvas }) {
+  const { narrow, plot } = layOut(entry, canvas.parentElement.clientWidth);
+  const actions = ordersOf(entry).reduce((count, order) => count + order.kinds.length, 0);
+  if (narrow) look(0, (plot / READABLE) * (sum(report.work) / actions));
+}
+
 /** "full" if every label fits in the shortest action, "short" for microbatches alone, or "". */
 function labelForm(panel, context, scale) {
   if (layOut(panel.entry, 1000).row < 13) return "";
-  context.font = `${LABEL}px ${currentTheme().font}`;
+  context.font = `${panel.box.text}px ${currentTheme().font}`;
   const room = shortest(panel.entry, panel.report) * scale - 5;
   const { stages, microbatches, slices = 1 } = panel.entry;
   const unit = unitText(panel.entry, microbatches * slices - 1);
@@ -67,19 +76,22 @@ function labelForm(panel, context, scale) {
   return context.measureText(full).width <= room ? "full" : "short";
 }
 
-function paintAxis({ context, box, colours, x }) {
+function paintAxis({ context, box, colours, x, panel }) {
   context.strokeStyle = colours.rule;
   context.fillStyle = colours.muted;
   context.lineWidth = 1;
   context.font = `12px ${colours.font}`;
   context.textBaseline = "top";
   context.textAlign = "center";
+  const [size, name] = unitOf(panel.entry);
   for (const time of ticks(view.start, view.end, box.plot / 90)) {
     const at = Math.round(x(time)) + 0.5;
     line(context, [at, 0, at, box.bottom + 4]);
-    const text = number(time), half = context.measureText(text).width / 2;
+    const text = number(time / size), half = context.measureText(text).width / 2;
     context.fillText(text, Math.min(box.width - half, at), box.bottom + 8);
   }
+  context.textAlign = "left";
+  context.fillText(name, 0, box.bottom + 8);
 }
 
 function paintRow(pen, row, y) {
@@ -113,21 +125,22 @@ function paintBox({ context, box, colours, x, panel, labels }, row, n, y) {
     context.fillRect(...shape);
   }
   const from = Math.max(left, box.left), to = Math.min(right, box.right) - gap;
-  if (!labels || to - from < 8) return;
+  if (!labels || to - from < 6) return;
   const short = unitText(panel.entry, row.microbatches[n]), stage = chunksOf(panel.entry) > 1 ? row.stages[n] : "";
   const text = labels === "full" ? `${stage}${kind}${short}` : `${short}`;
-  context.font = `${LABEL}px ${colours.font}`;
-  if (context.measureText(text).width + 3 > to - from) return;
+  context.font = `${box.text}px ${colours.font}`;
+  if (context.measureText(text).width + (box.narrow ? 0 : 3) > to - from) return;
   label(context, text, {
     middle: (from + to) / 2,
     y: y + box.row / 2 + 0.5,
     colour: colours.ink[kind],
     rim: pattern ? colours.fill[kind] : null,
+    size: box.text,
   });
 }
 
-function label(context, text, { middle, y, colour, rim }) {
-  context.font = `${LABEL}px ${currentTheme().font}`;
+function label(context, text, { middle, y, colour, rim, size = LABEL }) {
+  context.font = `${size}px ${currentTheme().font}`;
   context.textAlign = "center";
   context.textBaseline = "middle";
   if (rim) {

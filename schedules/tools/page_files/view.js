@@ -69,6 +69,19 @@ function number(value) {
   return rest === undefined ? spaced : `${spaced}.${rest}`;
 }
 
+const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
+
+/** The unit in which times of a schedule are written: [its size, its name]; costs have no name. */
+function unitOf(entry) {
+  return entry.unit ? (UNITS.find(([size]) => view.whole >= size) ?? UNITS.at(-1)) : [1, ""];
+}
+
+/** A time, with its unit where that is known. */
+function timeText(entry, time) {
+  const [size, name] = unitOf(entry);
+  return name ? `${number(time / size)} ${name}` : number(time);
+}
+
 /** A share in per cent; what is not nothing never reads as nothing. */
 function percent(share) {
   if (share > 0 && share < 0.0005) return "< 0.1%";

@@ -219,8 +219,8 @@ def test_describe():
     assert set(late.splitlines()) - set(prompt.splitlines()) == {
         "22 ticks of slots F + BIW: the fastest where exchanges are barriers",
         (
-            "predicted bubble at F = I = W and F again in each backward: a step loses 43.4% in "
-            "lockstep with delayed sends"
+            "predicted bubble at F = I = W and F again in each backward: a step loses 43.4% of "
+            "its ranks' time in lockstep with delayed sends"
         ),
         (
             "sends are delayed: a message travels beside the work of the next slot, and can be "

@@ -127,11 +127,12 @@ def test_it_is_drawn_beside_what_was_predicted(tmp_path: Path) -> None:
     both = [measured, schedules.differences(measured).predicted]
     save_page(both, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert re.findall(r'"clock":"(\w+)"', text) == ["lockstep", "measured"]
+    assert re.findall(r'"clock":"(\w+)"', text) == ["measured", "lockstep"]
     assert text.count('"note":') == 1
     save_timeline(both, tmp_path / "step.svg")
     said = (tmp_path / "step.svg").read_text(encoding="utf-8")
     assert "measured, single ticks" in said
+    assert "time in s; " in said
     assert "lockstep, single ticks" in said
 
 

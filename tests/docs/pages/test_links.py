@@ -70,38 +70,3 @@ def test_code_and_comments_hold_no_links(monkeypatch: pytest.MonkeyPatch) -> Non
     text = "`[a](x.md)` <!-- [a](x.md) -->\n```\n[a](x.md)\n```\n[b](https://b.org) [c](mailto:c)"
     monkeypatch.setattr(Path, "read_text", lambda _, **__: text)
     assert broken(DOCS / "concepts.md", PAGES) == []
-
-
-@pytest.mark.parametrize(
-    ("query", "page"),
-    [
-        ("lora", "training.md"),
-        ("fine-tuning", "training.md"),
-        ("zero bubble", "schedules.md"),
-        ("out of memory", "guides/memory.md"),
-        ("hang", "guides/debugging-a-hang.md"),
-        ("gradient accumulation", "training.md"),
-        ("recipes", "pipeline.md"),
-        ("experts", "guides/experts.md"),
-        ("mixtral", "guides/experts.md"),
-        ("checkpoint", "checkpoints.md"),
-        ("resume", "checkpoints.md"),
-        ("fsdp", "guides/which-mesh.md"),
-        ("maxtext", "guides/from-another-library.md"),
-        ("torch.distributed.pipelining", "guides/from-another-library.md"),
-        ("tensor parallel", "guides/which-mesh.md"),
-        ("planner", "guides/which-mesh.md"),
-        ("bf16", "guides/precision.md"),
-        ("nan", "guides/debugging-a-hang.md"),
-        ("slurm", "guides/slurm-kubernetes.md"),
-        ("gpu", "guides/accelerators.md"),
-        ("tpu pod", "guides/accelerators.md"),
-        ("long context", "guides/long-sequences.md"),
-        ("packing", "guides/long-sequences.md"),
-        ("generate", "generation.md"),
-        ("hugging face", "weights.md"),
-    ],
-)
-def test_the_title_has_what_users_search_for(query: str, page: str) -> None:
-    """A page whose title has the whole query is found first (docs/_ext/scorer.js)."""
-    assert query in (DOCS / page).read_text(encoding="utf-8").partition("\n")[0].lower()
