@@ -62,12 +62,16 @@ def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leave
     """
 
     def gathered(leaf: Any, spread: Spread) -> Any:
-        dim = _dim_over(spread.zero, spread.stored)
-        if dim is None:
+        if (dim := gathered_dim(spread)) is None:
             return leaf
         return jax.lax.all_gather(leaf, spread.zero, axis=dim - lead, tiled=True)
 
     return [gathered(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+
+
+def gathered_dim(spread: Spread) -> int | None:
+    """Return the dim that data shards divide; None if each has the whole leaf."""
+    return _dim_over(spread.zero, spread.stored)
 
 
 def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:

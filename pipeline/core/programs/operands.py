@@ -96,6 +96,7 @@ class Operands:
             for v, chunk in enumerate(model.layout.chunks)
             for n, spread in enumerate(chunk)
         }
+        of |= {f"readyends.{n}": [P(*spread.stored)] for n, spread in enumerate(model.layout.ends)}
         if self.options.request.training:
             chunks, ends = gradient_specs(model)
             of |= {f"chunk{v}": [P(*spec[1:]) for spec in chunk] for v, chunk in enumerate(chunks)}

@@ -130,7 +130,7 @@ def without_warnings_of_donation(lower: Callable[[], Any]) -> Any:
         return lower()
 
 
-def begin_program(traced: Traced, names: Names, chunks: Sequence[int]) -> StepProgram:
+def begin_program(traced: Traced, names: Names, chunks: Sequence[int | str]) -> StepProgram:
     """Make the program before a rank's first action, from operands to (sums, `Traced.shared`).
 
     The sums also have, by name, the weights that the step makes once.
@@ -191,7 +191,7 @@ def action_program(
     writes = {name: types.types_of(name) for name in written}
     writes |= {name: message for name in _MESSAGES if name in written}
     axes, slices = traced.options.plan.axes.varying, range(traced.options.schedule.num_slices)
-    sums, made = {name: traced.sums[name] for name in names}, traced.made_of(op.chunk)
+    sums, made = {name: traced.sums[name] for name in names}, traced.made_for(op)
 
     def act(of_sums: Any, ends: Any, stays: Any, unit: Any, leaves: list[Any], *once: Any) -> Any:
         shared = dataclasses.replace(drop_device_axis(once[0]), weights=entering(once[1], made))
@@ -232,8 +232,8 @@ def action_program(
 def joint_program(traced: Traced, part: str, names: Names, makes: bool) -> StepProgram:
     """Make the program of a `Joint`, which all ranks run together on the pipeline's mesh.
 
-    It maps ``(sums, values, unit, operands, shared)`` to ``(sums, values)``. Only one rank's value
-    is read, and only one rank's result: the input or output of a stage, or a gradient for it.
+    It maps ``(sums, values, unit, operands, shared, made)`` to ``(sums, values)``. Only one rank's
+    value is read, and only one rank's result: the input or output of a stage, or a gradient for it.
 
     Args:
       names: the names of the sums to which it adds.
@@ -242,10 +242,11 @@ def joint_program(traced: Traced, part: str, names: Names, makes: bool) -> StepP
     operands, meshes, mesh = traced.operands, traced.operands.meshes, traced.options.plan.mesh
     x = traced.wire
     given, made = [] if part == "lookup" else [x], [x] * makes
-    sums = {name: traced.sums[name] for name in names}
+    sums, weights = {name: traced.sums[name] for name in names}, traced.made_of("ends")
 
-    def together(of_sums: Any, values: Any, unit: Any, leaves: list[Any], once: Any) -> Any:
-        program = traced.open(*operands.of(leaves), drop_device_axis(once))
+    def together(of_sums: Any, values: Any, unit: Any, leaves: list[Any], *once: Any) -> Any:
+        shared = dataclasses.replace(drop_device_axis(once[0]), weights=entering(once[1], weights))
+        program = traced.open(*operands.of(leaves), shared)
         program.put(entering(of_sums, sums))
         work = VocabularyParallel(program.step, program.sums, x)
         message = None if part == "lookup" else drop_device_axis(values[0])
@@ -259,6 +260,7 @@ def joint_program(traced: Traced, part: str, names: Names, makes: bool) -> StepP
         operands.number(mesh),
         operands.leaves(mesh),
         operands.values(traced.shared, mesh),
+        operands.sums(weights, mesh),
     ]
     out_specs = meshes.value_specs((sums, made))
     how: Any = {"leaves_at": 3, "donated": (0,), "mesh": mesh}

@@ -51,14 +51,14 @@ class _StepState:
       taken: by program and rank, the operands that the program reads.
       sums: by rank; for None the sums, joined, to which only work of all ranks adds.
       shared: by rank, what the step computes once (`Traced.shared`); for None joined.
-      made: by rank and chunk, the weights that the step makes.
+      made: by rank and name, the weights that the step makes; for None those of the ends, joined.
       values: the values that later calls read.
     """
 
     taken: dict[tuple[StepProgram, Where], Leaves]
     sums: dict[Where, Any] = field(default_factory=dict)
     shared: dict[Where, Any] = field(default_factory=dict)
-    made: dict[int, dict[int, Any]] = field(default_factory=dict)
+    made: dict[Where, dict[str, Any]] = field(default_factory=dict)
     values: dict[Value, Any] = field(default_factory=dict)
 
 
@@ -106,13 +106,18 @@ class StepPrograms:
         self.order = [one for one in calls if local & set(one.ranks)]
         # By name of an action, the names of the sums to which it adds.
         self._sums: dict[Name, tuple[str, ...]] = {}
+        self._made_for: dict[Name, tuple[str, ...]] = {}  # and of the weights made that it reads
         # With ``stage_meshes`` each stage is a chunk of the model.
         self.chunk_of = [stage.chunk for stage in options.model.stages]
-        # By rank, the chunks whose weights are made before the first action, and not by a gather.
-        self._made_first = [
+        # By rank, the chunks whose weights are made before the first action, and not by a gather;
+        # "ends" are those of embed and head.
+        self._made_first: list[tuple[int | str, ...]] = [
             () if self.ranks[0].windows else tuple(self.chunk_of[k] for k in of)
             for of in self.schedule.stages_of
         ]
+        for rank, of in enumerate(self._made_first):
+            if self.ranks[rank].made_of("ends") and self.ranks[rank].reads_ends(rank):
+                self._made_first[rank] = *of, "ends"
         self.programs = self._list_programs()
         joint = {self.name_of(one) for one in self.order if isinstance(one, Joint)}
         self._has_joint = bool(joint)
@@ -151,6 +156,7 @@ class StepPrograms:
                 kind, stage, part = name
                 op = traced.options.op(kind, stage)
                 names = self._sums[name] = traced.sums_of(op, one.rank)
+                self._made_for[name] = tuple(traced.made_for(op))
                 like = traced.stages[stage][part].representative
                 reads = tuple((read, is_last) for read, (_, is_last) in one.reads.items())
                 of_action = traced, op, like, part, names, reads, tuple(one.writes)
@@ -234,6 +240,10 @@ class StepPrograms:
             state.shared[None] = self.meshes.join(state.shared.values())
             only = [{of: sums.pop(of) for of in self._only_joint} for sums in state.sums.values()]
             state.sums[None] = self.meshes.join(only)
+        if self._has_joint:
+            names = self.ranks[0].made_of("ends")
+            parts = [{of: made[of] for of in names} for made in state.made.values()]
+            state.made[None] = self.meshes.join(parts)
         for one in self.order:
             if isinstance(one, Dispatch):
                 self._run_action(one, state)
@@ -250,16 +260,15 @@ class StepPrograms:
     def _begin(self, rank: int, state: _StepState) -> None:
         name = "begin", rank, 0
         state.sums[rank], state.shared[rank] = self._run(name, rank, self._taken(name, state))
-        state.made[rank] = {
-            v: {name: state.sums[rank].pop(name) for name in self.ranks[rank].made_of(v)}
-            for v in self._made_first[rank]
-        }
+        names = (name for part in self._made_first[rank] for name in self.ranks[rank].made_of(part))
+        state.made[rank] = {name: state.sums[rank].pop(name) for name in names}
 
     def _gather(self, one: Gather, state: _StepState) -> None:
         name, made = self.name_of(one), state.made[one.rank]
         if one.replaced >= 0:
-            del made[self.chunk_of[one.replaced]]
-        made[self.chunk_of[one.stage]] = self._run(name, one.rank, self._taken(name, state))
+            for of in self.ranks[one.rank].made_of(self.chunk_of[one.replaced]):
+                del made[of]
+        made |= self._run(name, one.rank, self._taken(name, state))
 
     def _run_action(self, one: Dispatch, state: _StepState) -> None:
         rank, name, values = one.rank, self.name_of(one), state.values
@@ -269,9 +278,9 @@ class StepPrograms:
         for read, (value, is_last) in one.reads.items():
             (last if is_last else kept)[read] = values.pop(value) if is_last else values[value]
         added = {of: state.sums[rank][of] for of in self._sums[name]}
-        of_chunk = state.made[rank].get(self.chunk_of[one.action.stage], {})
+        made = {of: state.made[rank][of] for of in self._made_for[name]}
         unit = self._numbers[rank][unit_of(one.action, self.schedule.num_slices)]
-        of_rank = unit, self._taken(name, state), state.shared[rank], of_chunk
+        of_rank = unit, self._taken(name, state), state.shared[rank], made
         added, left = self._run(name, rank, added, last, kept, *of_rank)
         state.sums[rank] |= added
         values |= {value: left[of] for of, value in one.writes.items()}
@@ -291,7 +300,8 @@ class StepPrograms:
         parts = [of for of in names if of not in whole]
         added = meshes.join({of: state.sums[rank][of] for of in parts} for rank in ranks)
         added |= {of: whole[of] for of in names if of in whole}
-        of_step = self._numbers[None][one.value[2]], self._taken(name, state), state.shared[None]
+        once = state.shared[None], state.made[None]
+        of_step = self._numbers[None][one.value[2]], self._taken(name, state), *once
         added, made = self._run(name, None, added, joined, *of_step)
         of_ranks = {of: added.pop(of) for of in parts}
         whole |= added

@@ -121,8 +121,19 @@ class Traced:
         pairs = zip(schedule.chunk_of, stages, strict=True)
         return [places[v] if self.made_of(stage.chunk) else None for v, stage in pairs]
 
-    def made_of(self, chunk: int) -> dict[str, Leaves]:
+    def made_of(self, chunk: int | str) -> dict[str, Leaves]:
+        """Return the part of `made` of a chunk, or of "ends"."""
         return {name: of for name, of in self.made.items() if name.startswith(f"ready{chunk}.")}
+
+    def made_for(self, op: Op) -> dict[str, Leaves]:
+        """Return the part of `made` that an action reads."""
+        of_ends = self.made_of("ends") if op.first or op.last else {}
+        return self.made_of(op.chunk) | of_ends
+
+    def reads_ends(self, rank: int) -> bool:
+        """Tell whether a rank runs embed or head."""
+        placement = self.options.schedule.placement
+        return bool(self.options.plan.shared) or rank in (placement[0], placement[-1])
 
     def sums_on(self, rank: int) -> dict[str, Leaves]:
         """Return the types of the sums that a rank has, by name."""

@@ -56,7 +56,8 @@ def open_step(
       ValueError: a model that the checks of `pipeline.lint` refuse; losses that are added by a head
         that all ranks share, or by an embed without a gradient; or as `find_share`.
     """
-    rank = make_rank(plan, model, weights, batch, counts=None if once is None else once.counts)
+    earlier: Any = {} if once is None else {"counts": once.counts, "made": once.weights}
+    rank = make_rank(plan, model, weights, batch, **earlier)
     if known is None:
         rank = dataclasses.replace(rank, loss=_first_factors(plan, request, inputs))
         step = _inspect(plan, request, rank)

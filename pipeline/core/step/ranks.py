@@ -23,9 +23,9 @@ from pipeline.core.model.microbatch import cut, dealt
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.placement.placement import Spread
-from pipeline.core.placement.zero import defer_reduction, gather, kernel_spec
+from pipeline.core.placement.zero import defer_reduction, kernel_spec
 from pipeline.core.step.calls.rank import Rank, Slices
-from pipeline.core.step.stores.weights import ChunkWeights
+from pipeline.core.step.stores.weights import ChunkWeights, gather_ends
 from schedules.lowering.program import COMMON, Program
 
 
@@ -148,16 +148,17 @@ def make_rank(
     batch: Batch,
     num_microbatches: int | None = None,
     counts: Mapping[str, Any] | None = None,
+    made: Mapping[str, Leaves] | None = None,
 ) -> Rank:
     """Make the `Rank` from the rank's shards, within the shard_map.
 
     With ``num_microbatches`` the run does not use the schedule, and sequences are whole. With
-    ``counts`` an earlier program has counted padding.
+    ``counts`` an earlier program has counted padding; ``made`` has the weights that it has made.
     """
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
     chunks = tuple(map(defer_reduction, _squeeze(weights.chunks), layout.chunks))
     leaves, treedef = jax.tree.flatten(weights.ends)
-    ends = jax.tree.unflatten(treedef, gather(leaves, layout.ends))
+    ends = jax.tree.unflatten(treedef, gather_ends(leaves, layout.ends, made or {}))
     local = Weights(chunks, defer_reduction(ends, layout.ends), *rests)
 
     # The batch, cut into units.

@@ -96,7 +96,9 @@ def predict(plan: Plan, model: Model, weights: Weights, batch: Batch) -> list[Ra
             made = _bytes_on_device(operands.sum_types(of.made_of(model.stages[k].chunk)))
             window = of.windows[k] if of.windows else f"stage {k}"
             windows[window] = max(windows[window], made)
-        ranks.append(RankBytes(of_weights + windows.total(), of_batch, of_sums))
+        of_ends = of.made_of("ends") if of.reads_ends(rank) else {}
+        of_weights += windows.total() + _bytes_on_device(operands.sum_types(of_ends))
+        ranks.append(RankBytes(of_weights, of_batch, of_sums))
     hosted = Counter[int]()
     for one, held in held_before_calls(models):
         for rank, values in held.items():

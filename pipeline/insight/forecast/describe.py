@@ -194,7 +194,7 @@ def _sharded(plan: Plan) -> list[str]:
     axes = plan.axes
     often = {"step": "once a step", "action": "in every action", "repeat": _repeats(plan)}
     shards, whole = f"{plan.axes.num_rows} data shards", often[plan.gather]
-    if plan.engine == "programs" and plan.gather != "action":
+    if plan.gathers_by_program:
         whole += ", those of embed and head in each program that reads them"
     lines = {
         "replicated": [],

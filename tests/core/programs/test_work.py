@@ -120,6 +120,17 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "finish": {"reduce-scatter": 2, "all-reduce": 1},
         },
     ),
+    "fsdp, whole weights of embed and head once": (
+        models.Hostile,
+        BOTH
+        | {"data_parallel": "fsdp", "gather": "step"}
+        | {end: models.Hostile(nnx.Rngs(n)) for n, end in enumerate(("embed", "head"))},
+        {
+            "begin0": {"all-gather": 6},
+            "begin1": {"all-gather": 6},
+            "finish": {"reduce-scatter": 6, "all-reduce": 2},
+        },
+    ),
     "fsdp, whole weights of a chunk": (
         models.Hostile,
         BOTH | {"data_parallel": "fsdp", "gather": "repeat"},

@@ -21,6 +21,7 @@ from pipeline.core.step.calls.declared import Usage
 from pipeline.core.step.calls.ends import metrics_of
 from pipeline.core.step.calls.kind import StageKind, key_of_kind
 from pipeline.core.step.calls.rank import LossScale, Rank, StepRequest
+from pipeline.core.step.stores.weights import gathered_ends
 
 RunForwards = Callable[["OpenedStep"], tuple[Any, Any]]
 
@@ -48,7 +49,8 @@ class Once:
     Attributes:
       factors: the factors of losses that are arrays, by field of `LossScale`.
       counts: the counts of padding, by field of `BatchPart`; empty if the batch has none.
-      weights: the weights made narrow or whole (`ChunkWeights.made`); None to make them again.
+      weights: the weights made narrow or whole (`ChunkWeights.made`, `gathered_ends`); None to make
+        them again.
     """
 
     factors: dict[str, Any]
@@ -109,7 +111,10 @@ class OpenedStep:
         factors = {field.name: getattr(loss, field.name) for field in dataclasses.fields(loss)}
         factors = {name: x for name, x in factors.items() if isinstance(x, jax.core.Tracer)}
         counts = {name: x for name, x in vars(part).items() if isinstance(x, jax.core.Tracer)}
-        return Once(factors, counts, self.rank.chunks.made)
+        made = self.rank.chunks.made
+        if self.plan.gather == "step" and self.plan.stage_meshes is None:
+            made = made | gathered_ends(self.rank.ends, self.rank.model.layout.ends)
+        return Once(factors, counts, made)
 
     def with_rank(self, **changes: Any) -> OpenedStep:
         return dataclasses.replace(self, rank=dataclasses.replace(self.rank, **changes))

@@ -20,7 +20,7 @@ from pipeline.base.tree import Leaves, vary_like
 from pipeline.core.autodiff.jaxpr import scopes
 from pipeline.core.autodiff.jaxpr.primitives import barrier
 from pipeline.core.placement.placement import Spread
-from pipeline.core.placement.zero import gather
+from pipeline.core.placement.zero import gather, gathered_dim
 from pipeline.core.step.stores.windows import WeightWindows
 
 
@@ -114,3 +114,18 @@ class ChunkWeights:
             ties = [vary_like(microbatch, shard) for shard in shards]
             shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
         return gather(shards, self.spreads[chunk], lead=1)
+
+
+def gather_ends(leaves: Leaves, spreads: Sequence[Spread], made: Mapping[str, Leaves]) -> Leaves:
+    """Gather the leaves of embed and head; ``made`` has those that an earlier program gathered."""
+    whole = gather(leaves, spreads)
+    return [made.get(f"readyends.{n}", [x])[0] for n, x in enumerate(whole)]
+
+
+def gathered_ends(leaves: Leaves, spreads: Sequence[Spread]) -> dict[str, Leaves]:
+    """Select the leaves from `gather_ends` that data shards divide, by name."""
+    return {
+        f"readyends.{n}": [x]
+        for n, (x, spread) in enumerate(zip(leaves, spreads, strict=True))
+        if gathered_dim(spread) is not None
+    }
