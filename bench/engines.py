@@ -1,10 +1,11 @@
 """The two engines beside each other: ``python -m bench.engines``.
 
 One timetable, run as one program in which all ranks keep step (scan), and as a program for each
-action (programs), in turn. Predicted is the event clock over the lockstep clock, with costs that
-`pipe.calibrate` measures before. Equal stages have little to gain, chunks of unlike cost much;
-where one rank is the slowest in every slot, as with a large head, both clocks agree. Small products
-keep one core, so that two ranks have one each. Letters: S ranks, V chunks, M microbatches.
+action (programs), in turn. Predicted is the clock of one over the clock of the other (event over
+lockstep), with costs that `pipe.calibrate` measures before. Equal stages have little to gain,
+chunks of unlike cost much; where one rank is the slowest in every slot, as with a large head, both
+clocks agree. Small products keep one core, so that two ranks have one each. Letters: S ranks, V
+chunks, M microbatches.
 
 Dispatch is what a step of tiny stages takes in Python: microseconds of the calling thread for each
 action, and for each leaf of a stage that is given to its rank. Then compilation of such stages is
@@ -202,10 +203,10 @@ def make(case: Case, **options: Any) -> tuple[Pipeline, Any]:
 
 
 def predict(case: Case) -> float:
-    """The event clock over the lockstep clock, with measured costs."""
+    """The clock of the second engine over the clock of the first, with measured costs."""
     # What an encoder takes that runs is that of its blocks.
     shown = Case(blocks(4, 2), case.schedule) if case.images else case
-    pipe, batch = make(shown, **case.pair[0])
+    pipe, batch = make(shown, **case.pair[1])
     costs = pipe.calibrate(*batch, rounds=3, split=False).costs
     clocks = [make(shown, **options)[0].plan for options in reversed(case.pair)]
     times = [simulate(pipe.schedule, **of.clock_with(costs)).makespan for of in clocks]
@@ -296,13 +297,14 @@ def dispatch(S: int, V: int, M: int, leaves: int, rounds: int) -> tuple[float, f
     """Microseconds of the calling thread for each action of a step, and for each leaf of a rank."""
     pipe, batch = tiny(S, V, M, leaves, "programs")
     jax.block_until_ready(pipe.value_and_grad(*batch))
-    whole, placing = list[float](), list[float]()
+    whole, placing, counts = list[float](), list[float](), list[int]()
     place = JoinedFinish.place
 
     def timed(self: JoinedFinish, given: Any) -> Any:
         start = time.thread_time()
         placed = place(self, given)
         placing.append(time.thread_time() - start)
+        counts.append(len(given))
         return placed
 
     for _ in range(rounds):
@@ -311,16 +313,18 @@ def dispatch(S: int, V: int, M: int, leaves: int, rounds: int) -> tuple[float, f
             results = pipe.value_and_grad(*batch)
             whole.append(time.thread_time() - start)
         jax.block_until_ready(results)
-    actions, parts = 2 * S * V * M, S * V * leaves
+    actions, parts = 2 * S * V * M, S * counts[0]
     return 1e6 * statistics.median(whole) / actions, 1e6 * statistics.median(placing) / parts
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print each row when it is measured."""
     parser = argparse.ArgumentParser(prog="python -m bench.engines", description=__doc__)
-    parser.add_argument("cases", nargs="*", help=f"some of: {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", help=f"some of: {', '.join(CASES)}", metavar="CASE")
     parser.add_argument("--rounds", type=int, default=7, help="steps of each engine (7)")
     given = parser.parse_args(arguments)
+    if unknown := [name for name in given.cases if name not in CASES]:
+        parser.error(f"no case {unknown[0]!r}: there are {', '.join(CASES)}")
     print(
         f"S={RANKS}, M={MICROBATCHES}, d={SIZES.width}, {ROWS} x {CONTEXT} tokens a microbatch, "
         f"remat=None, jax {jax.__version__}, {platform.machine()}, medians of {given.rounds} "

@@ -29,7 +29,7 @@ from pipeline.core.model.randomness import counting, with_counts
 from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
-from pipeline.core.model.trained_filters import trained_by, trained_lines
+from pipeline.core.model.trained_filters import count_parameters, trained_by, trained_lines
 from pipeline.core.model.trained_state import check_order, check_state, keep_state
 from pipeline.core.model.unlike import static_stage
 from pipeline.core.options.checks import check_scale
@@ -169,8 +169,8 @@ class Pipeline(nnx.Module):
         """Fields that `print` shows, here or within another module; `describe` shows more."""
         from pipeline.insight.forecast.describe import summary
 
-        sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param))]
-        yield nnx.reprlib.Object(type(self), comment=f"  # {sum(sizes):,} parameters")
+        count = count_parameters(self.chunks, self.ends, self.plan.stages_of)
+        yield nnx.reprlib.Object(type(self), comment=f"  # {count:,} parameters")
         for name, text in summary(self).items():
             yield nnx.reprlib.Attr(name, text, use_raw_value=True)
 

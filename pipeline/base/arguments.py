@@ -129,12 +129,16 @@ def names_extras(method: Callable[P, Given]) -> Callable[P, Given]:
 
     @functools.wraps(method)
     def call(*args: P.args, **options: P.kwargs) -> Given:
-        unknown = [name for name in options if name not in known]
-        if unknown:
-            raise TypeError(
-                f"{method.__qualname__}() has no option {unknown[0]!r}: arrays for the stages go "
-                f"into extras={{{unknown[0]!r}: array}}{hint_at(unknown[0], known)}"
-            )
+        for name, value in options.items():
+            if name in known:
+                continue
+            hint = hint_at(name, known)
+            if hasattr(value, "shape") or "did you mean" not in hint:
+                raise TypeError(
+                    f"{method.__qualname__}() has no option {name!r}: arrays for the stages go "
+                    f"into extras={{{name!r}: array}}{hint}"
+                )
+            raise TypeError(f"{method.__qualname__}() has no option {name!r}{hint}")
         return method(*args, **options)
 
     return call

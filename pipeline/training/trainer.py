@@ -166,6 +166,15 @@ class Trainer:
                 f"checkpoint_interval={checkpoint_interval}: there are no checkpoints=; give "
                 f"Checkpoints(folder)"
             )
+        if not isinstance(step, Step):
+            raise ValueError(
+                f"Trainer(step) is a {type(step).__name__}: give the function of a training step, "
+                f"Step(pipe, optimizer)"
+            )
+        if checkpoints is not None and not hasattr(checkpoints, "save"):
+            raise ValueError(
+                f"checkpoints={checkpoints!r}: give Checkpoints(folder), of pipeline.checkpoints"
+            )
         plan = {} if batches_per_update is None else dict(batches_per_update)
         accumulate = 1 if step.joins else step.accumulate  # an earlier trainer has set it
         if plan and (fault := fault_of_plan(plan, accumulate)):

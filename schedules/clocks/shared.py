@@ -99,6 +99,6 @@ def lasting(
 
 def keep_together(costs: Costs, shared: Shared) -> Costs:
     """Give shared work without duration a tiny one: ranks that run it as one program still meet."""
-    tiny = 1e-9 * float(np.max(costs.f)) or 1e-9
+    tiny = 1e-9 * max(float(np.max(of)) for of in (costs.f, costs.i, costs.w)) or 1e-9
     lasting: dict[str, Any] = {end: getattr(costs, end) or tiny for end in shared}
     return replace(costs, **lasting)

@@ -69,7 +69,7 @@ def dispatch_order(schedule: Schedule, shared: Shared = ()) -> list[Call]:
     ranks, targets = flat.rank.tolist(), wires.target.tolist()
     joint = list[tuple[float, int, Call]]()
     if shared:
-        # Ranks meet for shared work where `simulate` has it.
+        # Ranks meet for shared work where `simulate` has it for F = I = W.
         layout = fastest(schedule, None, costs, shared=shared)
         starts, common = meet(layout, lasting)
         slots, is_after, _ = meetings(layout)

@@ -119,10 +119,7 @@ SLIPS = {
     ),
     "extras misnamed": (
         lambda: make().value_and_grad(X, T, extra={"mask": EXTRA}),
-        (
-            "Pipeline.value_and_grad() has no option 'extra': arrays for the stages go into "
-            "extras={'extra': array}; did you mean 'extras'?"
-        ),
+        "Pipeline.value_and_grad() has no option 'extra'; did you mean 'extras'?",
     ),
     "no extras": (
         lambda: make(stages=models.build(Masked, 2)).value_and_grad(X, T),

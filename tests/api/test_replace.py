@@ -222,7 +222,7 @@ def test_a_pipeline_prints_in_ten_lines() -> None:
         repr(pipe)
         == str(pipe)
         == """\
-Pipeline(  # 344 parameters
+Pipeline(  # 280 parameters
   stages=2 of Layered, embed Words, head tanh,
   mesh=data 1 x stage 2, 1 stages per rank,
   num_microbatches=2,

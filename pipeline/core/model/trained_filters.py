@@ -244,6 +244,12 @@ def own_filter(
     return nnx.filterlib.PathIn(*paths)
 
 
+def count_parameters(chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places) -> int:
+    """Count the numbers of all parameters, without those that only fill up shared storage."""
+    modules = plain_modules(chunks, ends, stages)
+    return sum(math.prod(spot.shape) for module in modules for _, spot in module.leaves)
+
+
 def trained_lines(
     trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
 ) -> list[str]:

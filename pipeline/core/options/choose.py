@@ -141,7 +141,7 @@ def choose_schedule(
         slots = {"partners": partners, "delayed": delayed, "pattern": pattern}
         clock = {"clock": "lockstep", **slots}
     if schedule is None:
-        if engine == "programs" and shared:
+        if shared:
             costs = keep_together(costs or Costs(), shared)
         return _default(sizes, costs, clock | {"shared": shared})
     if isinstance(schedule, Schedule):

@@ -207,10 +207,11 @@ class Plan(Options):
         """True if the kernel's types name the mesh axes over which a value varies (``check_vma``).
 
         Gradients need these types only if a stage may run collectives over a further axis
-        (``tensor``). Otherwise the types would only get in the way of code in stages: a new carry
-        of a scan, a Pallas kernel, a derivative that mixes varying and unvarying values.
+        (``tensor``) of several ranks. Otherwise the types would only get in the way of code in
+        stages: a new carry of a scan, a Pallas kernel, a derivative that mixes both.
         """
-        return bool(self.axes.shared)
+        meshes = self.stage_meshes or (self.mesh,)
+        return any(mesh.shape.get(axis, 1) > 1 for mesh in meshes for axis in self.axes.shared)
 
     @property
     def sends(self) -> Sends:
@@ -219,12 +220,16 @@ class Plan(Options):
 
     @property
     def durations(self) -> Costs:
-        """Durations of actions: the user's, or estimates in units of a forward pass."""
+        """Durations of actions: the user's, or estimates in units of a forward pass.
+
+        Work of all ranks has a duration, because ranks meet for it (`keep_together`).
+        """
         if self.costs is not None:
-            return self.costs
+            return keep_together(self.costs, self.shared)
         sliced = self.schedule.num_slices > 1
         state = self.state if not sliced else True  # slices leave keys and values, like state
-        return own_costs(self.schedule.num_stages, self.remat, self.shared, state)
+        estimated = own_costs(self.schedule.num_stages, self.remat, self.shared, state)
+        return keep_together(estimated, self.shared)
 
     @property
     def clock(self) -> dict[str, Any]:
@@ -233,8 +238,8 @@ class Plan(Options):
 
     def clock_with(self, costs: Costs) -> dict[str, Any]:
         """Return the options of `simulate` with other durations of actions."""
+        costs = keep_together(costs, self.shared)
         if self.engine == "programs":
-            costs = keep_together(costs, self.shared)
             return {"clock": "event", "costs": costs, "shared": self.shared}
         sizes = {"costs": costs, "pattern": self.pattern, "shared": self.shared}
         moved = {"offload": self.offload, "keep": self.keep}

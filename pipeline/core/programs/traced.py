@@ -157,10 +157,12 @@ class Traced:
 
     def sums_of_joint(self, part: str) -> tuple[str, ...]:
         """List the names of the sums that work of all ranks may change (`Joint`)."""
-        model = self.options.model
-        table = f"ends{sum(model.trained.ends[: model.tables.embed])}"
-        own = {"lookup": (), "scatter": (table,), "head": ("ends", "loss", "weight", "results")}
-        return tuple(name for name, of in self.sums.items() if of and name.startswith(own[part]))
+        model, kept = self.options.model, ["loss", "weight", "results"]
+        ends = [name for name in self.sums if name.startswith("ends")]
+        of = {"lookup": [], "head": ends + kept}
+        if part == "scatter":  # the sum of the embedding's table
+            of["scatter"] = ends[(n := sum(model.trained.ends[: model.tables.embed])) : n + 1]
+        return tuple(name for name in of[part] if self.sums.get(name))
 
     def open(
         self, weights: Weights, batch: Batch, inputs: StepInputs, once: Once | None = None

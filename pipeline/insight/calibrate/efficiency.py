@@ -3,7 +3,8 @@
 With the engine "scan" the step is compiled once more, with the table entries to run as an argument.
 So one program can run all actions of one rank, one kind of action of one stage, or nothing, and the
 time of an action is its run minus the run of nothing. With the engine "programs" each action is a
-program, and a step runs them one by one. Noise may hide a time: a figure that noise decides is NaN.
+program, and a step runs them one by one; so are the actions of both engines timed if all ranks
+share embed or head. Noise may hide a time: a figure that noise decides is NaN.
 Letters: S ranks, K stages.
 """
 
@@ -16,6 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,8 +270,9 @@ class ProgramActions:
     """A step as programs, one program at a time.
 
     An action's time is the time from its call until its results are ready, minus the time of a
-    program that computes nothing. It has the call's overhead for its arguments, up to 0.1 ms. With
-    several processes each measures its ranks. Work of all ranks counts on each of them.
+    program on the same devices that computes nothing. It has the call's overhead for its arguments,
+    up to 0.1 ms. With several processes each measures its ranks. Work of all ranks counts on each
+    of them.
 
     Args:
       plan: the options of the pipeline.
@@ -282,11 +285,23 @@ class ProgramActions:
         _, self._weights, self._batch = operands
         if plan.engine != "programs":
             plan = plan.anew(engine="programs", pattern=None, delayed=False)
-        self._plan, self._programs = plan, training_programs(plan, *operands).compile()
+        self._plan = plan
+        with self._in_force():
+            self._programs = training_programs(plan, *operands).compile()
         self._is_shared = len(processes_of(plan.devices)) > 1
         local = self._programs.meshes.local_ranks[0]
-        (number,) = self._programs.meshes.replicate(local, [np.int32(0)])
-        self._nothing = functools.partial(jax.jit(jnp.negative), number)
+        self._nothing = {
+            is_joint: functools.partial(jax.jit(jnp.negative), *numbers)
+            for is_joint, numbers in (
+                (False, self._programs.meshes.replicate(local, [np.int32(0)])),
+                (True, self._programs.meshes.replicate(None, [np.int32(0)] * bool(plan.shared))),
+            )
+            if numbers
+        }
+
+    def _in_force(self) -> AbstractContextManager[None]:
+        mesh = None if self._plan.stage_meshes else self._plan.mesh
+        return meshes.entered(mesh, self._plan.home, programs=True)
 
     def works(self) -> list[float]:
         """Time once [S] all actions of each rank."""
@@ -301,7 +316,14 @@ class ProgramActions:
 
         Work of all ranks is named as in `schedules.clocks.shared.Together`.
         """
-        idle = statistics.median(seconds(self._nothing) for _ in range(9))
+        with self._in_force():
+            return self._times()
+
+    def _times(self) -> dict[tuple[str, int], float]:
+        idle = {
+            is_joint: statistics.median(seconds(nothing) for _ in range(9))
+            for is_joint, nothing in self._nothing.items()
+        }
         stages, kinds = range(self._plan.schedule.num_stages), (*KINDS, *COMMON)
         times: dict[tuple[str, int], float] = {(kind, k): 0.0 for kind in kinds for k in stages}
 
@@ -310,7 +332,7 @@ class ProgramActions:
                 jax.block_until_ready(arguments)
                 start = time.perf_counter()
                 results = jax.block_until_ready(run(*arguments))
-                times[name[:2]] += time.perf_counter() - start - idle
+                times[name[:2]] += time.perf_counter() - start - idle[name[0] in COMMON]
                 return results
 
             return call if name[0] in kinds else run

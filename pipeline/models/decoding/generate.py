@@ -64,7 +64,8 @@ def generate(
     the ranks one after another, each with its next token as soon as it is known: with M >= S no
     rank waits. The whole generation is one program, compiled once for its placement, M, shapes and
     options. A causal model without caches, and any causal model with ``stage_meshes``, runs on the
-    whole text again for every token, by ``pipe(text)``.
+    whole text again for every token, by ``pipe(text)``; ``prefill`` and ``cache`` have no effect
+    then.
 
     Args:
       pipe: a `Pipeline` from tokens, [b, t] integers, to [b, t, words] logits, with equal stages.
@@ -109,7 +110,7 @@ def generate(
     prefilled = _prefilled(prefill, lengths, width, able=start is None and caches.takes_many(pipe))
     # By default one microbatch per rank, so that none waits; more would only make them smaller.
     if num_microbatches is None:
-        num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.axes.num_rows))
+        num_microbatches = min(plan.schedule.num_ranks, -(-rows // plan.axes.num_rows))
     _check_numbers(num_microbatches=num_microbatches)
     more = -rows % (num_microbatches * plan.axes.num_rows)
     keys = _row_keys(key, rows)
@@ -124,8 +125,9 @@ def generate(
     choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), int(pad), words)
     if not has_caches:
         own = None if keys is None else filled(keys)
+        texts, sizes, own = _anywhere((filled(tokens), filled(lengths), own))
         call = reader(pipe, num_microbatches)
-        return recompute(call, filled(tokens), filled(lengths), own, draw, choice)[:rows]
+        return recompute(call, texts, sizes, own, draw, choice)[:rows]
     # Lengths and keys are passed as targets: they too have a row for each prompt.
     given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
     parts = plan, pipe.chunks, pipe.ends, filled(tokens), given, None
@@ -185,6 +187,20 @@ def _decode(
         return out.reshape(-1, choice.max_new_tokens)
 
     return run_on_ranks(plan, model, plan.forward, body, plan.axes.row_spec)(weights, batch, draw)
+
+
+def _anywhere(tree: Any) -> Any:
+    """Free this process's arrays from the devices that they are committed to."""
+
+    def free(x: jax.Array) -> jax.Array:
+        if isinstance(x, jax.core.Tracer) or not x.is_fully_addressable:
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = jnp.asarray(np.asarray(jax.random.key_data(x)))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jnp.asarray(np.asarray(x))
+
+    return jax.tree.map(free, tree)
 
 
 def _phases(prefill: int, calls: int, length: int) -> list[tuple[int, int, int]]:
