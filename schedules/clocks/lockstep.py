@@ -215,7 +215,12 @@ def fastest(
     ]
     if len(layouts) == 1:
         return layouts[0]
-    return min(layouts, key=lambda of: (of.makespan, of.ticks.delayed and exchanges(of.ticks)))
+
+    def cost(of: Lockstep) -> tuple[float, int]:
+        # Rounded, so that the order of a sum decides no tie.
+        return float(f"{of.makespan:.12g}"), of.ticks.delayed and exchanges(of.ticks)
+
+    return min(layouts, key=cost)
 
 
 def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: bool) -> list[str]:
