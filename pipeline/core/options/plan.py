@@ -207,11 +207,10 @@ class Plan(Options):
         """True if the kernel's types name the mesh axes over which a value varies (``check_vma``).
 
         Gradients need these types only if a stage may run collectives over a further axis
-        (``tensor``) of several ranks. Otherwise the types would only get in the way of code in
-        stages: a new carry of a scan, a Pallas kernel, a derivative that mixes both.
+        (``tensor``). Otherwise the types would only get in the way of code in stages: a new carry
+        of a scan, a Pallas kernel, a derivative that mixes varying and unvarying values.
         """
-        meshes = self.stage_meshes or (self.mesh,)
-        return any(mesh.shape.get(axis, 1) > 1 for mesh in meshes for axis in self.axes.shared)
+        return bool(self.axes.shared)
 
     @property
     def sends(self) -> Sends:
