@@ -541,9 +541,7 @@ class Pipeline(nnx.Module):
 
         operands = self._operands(inputs, targets, extras, "measure")
         check_arrays("measure", operands)
-        in_force = self._entered() if self.plan.engine == "programs" else contextlib.nullcontext()
-        with in_force:  # the scan's parts enter it themselves
-            return measure(self.plan, self._untyped(operands), steps=steps)
+        return measure(self.plan, self._untyped(operands), steps=steps)
 
     @names_extras
     def check(

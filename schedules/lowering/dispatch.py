@@ -214,8 +214,8 @@ def _calls_with_values(schedule: Schedule, work: Work) -> list[AnyCall]:
         if call.action.kind in work.kinds[call.action.stage]
         and (call.part != "scatter" or work.sends[0])
     ]
-    reads, writes = _values_of(schedule, work, calls)
     number = {call.action: n for n, call in enumerate(calls) if call.is_action}
+    reads, writes = _values_of(schedule, work, calls, number)
     # The head replaces an output that a backward reads by its gradient; an inference has no reader.
     # The scatter reads the gradient that the first stage's backward leaves in place of its input.
     known = {value for of in writes for value in of.values()}
@@ -223,13 +223,13 @@ def _calls_with_values(schedule: Schedule, work: Work) -> list[AnyCall]:
         if call.part in ("head", "scatter"):
             value = _value_of(call, schedule)
             writes[number[call.action]][value[0]] = value
-    results: list[AnyCall] = []
+    results, ranks = list[AnyCall](), tuple(range(schedule.num_ranks))
     for n, call in enumerate(calls):
         action, rank, target, part = call
         if part is not None:
             value = _value_of(call, schedule)
             makes = part == "lookup" or (part == "head" and value in known)
-            results.append(Joint(part, value, makes, rank, tuple(range(schedule.num_ranks))))
+            results.append(Joint(part, value, makes, rank, ranks))
             continue
         if target is None:
             results.append(Dispatch(action, rank, reads[n], writes[n]))
@@ -247,11 +247,10 @@ def _value_of(call: Call, schedule: Schedule) -> Value:
 
 
 def _values_of(
-    schedule: Schedule, work: Work, calls: Sequence[Call]
+    schedule: Schedule, work: Work, calls: Sequence[Call], number: Mapping[Action, int]
 ) -> tuple[list[dict[str, tuple[Value, bool]]], list[dict[str, Value]]]:
-    """Return `Dispatch.reads` and `Dispatch.writes` of each call that is an action."""
+    """Return `Dispatch.reads` and `Dispatch.writes` of each call; ``number`` has the actions'."""
     # The same calls as a layout of one action a tick: lowering says who reads and writes a value.
-    number = {call.action: n for n, call in enumerate(calls) if call.is_action}
     times = np.array([number.get(action, -1) for action in actions_of(schedule)])
     on_device = hosted(schedule, work.keep, None, work.shared)
     live = values(Ticks(schedule, "single", times), work.keep, work.shared, on_device)

@@ -127,7 +127,7 @@ def whole() -> list[float]:
 
 
 def words() -> list[float]:
-    """The same of programs, some of which all ranks run together."""
+    """Loss, and sums of absolute gradients, of programs, some of which all ranks run together."""
     rngs = nnx.Rngs(0)
     embed = VocabularyEmbedding(11, WIDTH, rngs=rngs)
     pipe = Pipeline(

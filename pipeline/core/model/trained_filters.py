@@ -265,7 +265,8 @@ def trained_lines(
     frozen = [str(k) for k, mask in enumerate(trained.stages) if not any(mask)]
     more = f"; nothing in stages {', '.join(frozen)}" if frozen else ""
     some = sum(size for size, yes in sizes if yes)
-    return [f"trained: {some:,} of {sum(size for size, _ in sizes):,} parameters{more}"]
+    count = count_parameters(chunks, ends, stages)
+    return [f"trained: {some:,} of {count:,} parameters{more}"]
 
 
 def trained_parts(

@@ -223,12 +223,12 @@ class Plan(Options):
 
         Work of all ranks has a duration, because ranks meet for it (`keep_together`).
         """
-        if self.costs is not None:
-            return keep_together(self.costs, self.shared)
-        sliced = self.schedule.num_slices > 1
-        state = self.state if not sliced else True  # slices leave keys and values, like state
-        estimated = own_costs(self.schedule.num_stages, self.remat, self.shared, state)
-        return keep_together(estimated, self.shared)
+        costs = self.costs
+        if costs is None:
+            sliced = self.schedule.num_slices > 1
+            state = self.state if not sliced else True  # slices leave keys and values, like state
+            costs = own_costs(self.schedule.num_stages, self.remat, self.shared, state)
+        return keep_together(costs, self.shared)
 
     @property
     def clock(self) -> dict[str, Any]:

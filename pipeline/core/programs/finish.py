@@ -21,15 +21,12 @@ from pipeline.base.tree import Leaves, Tree
 from pipeline.core.model.model import Weights
 from pipeline.core.placement.distribute import placed_on
 from pipeline.core.programs.meshes import drop_device_axis
-from pipeline.core.programs.program import (
-    StepProgram,
-    entering,
-)
+from pipeline.core.programs.program import StepProgram, Where, entering
 from pipeline.core.programs.traced import Traced
 from pipeline.core.step.calls.opened import OpenedStep
 from pipeline.core.step.stores.totals import StepSums
 
-Programs = Sequence[tuple[StepProgram, int | None]]  # with their ranks
+Programs = Sequence[tuple[StepProgram, Where]]  # with their ranks
 
 
 @dataclass(frozen=True)
@@ -65,19 +62,19 @@ class JoinedFinish:
         return [self._finish.lower_on(None)]
 
     def compile(self, _: Programs) -> None:
-        self._run = self._finish.lower()(None)()
+        self._run = self._finish.compile()
 
-    def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
+    def place(self, leaves: Leaves) -> dict[Where, Leaves]:
         """Place a step's operands for each local rank, and for None on the pipeline's mesh."""
         meshes, specs = self._operands.meshes, self._operands.specs
-        placed: dict[int | None, Leaves] = {None: meshes.placed(leaves, specs)}
+        placed: dict[Where, Leaves] = {None: meshes.placed(leaves, specs)}
         return placed | meshes.split(placed[None], specs)
 
     def __call__(
         self,
-        operands: Mapping[int | None, Leaves],
-        sums: Mapping[int | None, Tree],
-        shared: Mapping[int | None, Tree],
+        operands: Mapping[Where, Leaves],
+        sums: Mapping[Where, Tree],
+        shared: Mapping[Where, Tree],
     ) -> Any:
         join = self._operands.meshes.join
         if self._waits:  # so that the launch of this program finds no program in flight
@@ -121,7 +118,7 @@ class FinishByRank:
         """Compile the programs of this process; ``programs`` are those of the step."""
         local = self._meshes.local_ranks
         self._programs = {rank: self._program(rank) for rank in local}
-        self._finish = {rank: self._programs[rank].lower()(None)() for rank in local}
+        self._finish = {rank: self._programs[rank].compile() for rank in local}
         # By rank, the operands that a program of the rank reads.
         self._reads = {rank: set(self._programs[rank].reads) for rank in local}
         for program, where in programs:
@@ -152,9 +149,9 @@ class FinishByRank:
         """Return the results' tree with None for leaves that other ranks hold."""
         return jax.tree.map(lambda owner, x: x if owner == rank else None, self._owners, tree)
 
-    def place(self, leaves: Leaves) -> dict[int | None, Leaves]:
+    def place(self, leaves: Leaves) -> dict[Where, Leaves]:
         """Place the operands of each rank; skip operands that the rank's programs do not read."""
-        placed: dict[int | None, Leaves] = {}
+        placed: dict[Where, Leaves] = {}
         for rank, reads in self._reads.items():
             operands = self._ranks[rank].operands
             meshes = operands.meshes
@@ -166,9 +163,9 @@ class FinishByRank:
 
     def __call__(
         self,
-        operands: Mapping[int | None, Leaves],
-        sums: Mapping[int | None, dict[str, Leaves]],
-        shared: Mapping[int | None, Tree],
+        operands: Mapping[Where, Leaves],
+        sums: Mapping[Where, dict[str, Leaves]],
+        shared: Mapping[Where, Tree],
     ) -> Any:
         last, ranks = self._placement[-1], range(len(self._ranks))
         of_ranks: Any = self._sums_elsewhere | {**sums}

@@ -29,6 +29,7 @@ from pipeline.core.step.stores.store import ActionValues
 from schedules.lowering.kinds import VALUE_KINDS
 from schedules.lowering.program import Op
 
+Where = int | None  # the rank that runs a program; None for a program that has a mesh of its own
 Names = Sequence[str]
 Reads = Sequence[tuple[str, bool]]
 _MESSAGES = "operand", "gradient"
@@ -47,7 +48,8 @@ class StepProgram:
         compiler chooses.
       leaves_at: the number of the argument that has the leaves of the operands.
       donated: the arguments whose memory the results may reuse.
-      mesh: the mesh of a program that all ranks run together; None for a program of one rank.
+      mesh: the mesh of a program that runs on one mesh only: that of all ranks, or of a rank's
+        finish; None for a program that any rank may run.
 
     Attributes:
       reads: the numbers of the leaves that the function reads, set by `lower`.
@@ -87,7 +89,11 @@ class StepProgram:
 
         return lower_for
 
-    def lower_on(self, rank: Any) -> jax.stages.Lowered:
+    def compile(self) -> Any:
+        """Compile a program that has a mesh of its own."""
+        return self.lower()(None)()
+
+    def lower_on(self, rank: Where) -> jax.stages.Lowered:
         """Lower the function for a rank's devices alone; ``reads`` stays."""
         return self._lower_on(rank)[0]
 

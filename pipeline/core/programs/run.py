@@ -24,6 +24,7 @@ from pipeline.core.programs.messages import lower_message, move
 from pipeline.core.programs.operands import StepOptions
 from pipeline.core.programs.program import (
     StepProgram,
+    Where,
     action_program,
     begin_program,
     gather_program,
@@ -38,9 +39,6 @@ from schedules.core.action import unit_of
 from schedules.lowering.dispatch import AnyCall, Dispatch, Gather, Joint, Send, Value, calls_of
 
 Name = tuple[str, int, int]  # of a function
-
-
-Where = int | None  # the rank that runs a program; None if all ranks run it together
 
 
 @dataclass

@@ -157,12 +157,11 @@ class Traced:
 
     def sums_of_joint(self, part: str) -> tuple[str, ...]:
         """List the names of the sums that work of all ranks may change (`Joint`)."""
-        model, kept = self.options.model, ["loss", "weight", "results"]
-        ends = [name for name in self.sums if name.startswith("ends")]
-        of = {"lookup": [], "head": ends + kept}
-        if part == "scatter":  # the sum of the embedding's table
-            of["scatter"] = ends[(n := sum(model.trained.ends[: model.tables.embed])) : n + 1]
-        return tuple(name for name in of[part] if self.sums.get(name))
+        model, ends = self.options.model, [name for name in self.sums if name.startswith("ends")]
+        table = f"ends{sum(model.trained.ends[: model.tables.embed])}"
+        head = [*ends, "loss", "weight", "results"]
+        names = {"lookup": [], "scatter": [table], "head": head}[part]
+        return tuple(name for name in names if self.sums.get(name))
 
     def open(
         self, weights: Weights, batch: Batch, inputs: StepInputs, once: Once | None = None

@@ -218,11 +218,18 @@ def _take_medians(each: Sequence[Costs]) -> Costs:
     return Costs(**durations)
 
 
+def _in_force(plan: Plan) -> AbstractContextManager[None]:
+    """A context for programs, in which no mesh is in force."""
+    mesh = None if plan.stage_meshes else plan.mesh
+    return meshes.entered(mesh, plan.home, programs=True)
+
+
 def _run_step(plan: Plan, operands: Operands) -> Any:
     if plan.engine == "programs":
         from pipeline.core.programs.runtime import train
 
-        return train(plan, *operands)
+        with _in_force(plan):
+            return train(plan, *operands)
     with meshes.entered(plan.mesh, plan.home):
         return runtime.train(plan, *operands)
 
@@ -286,7 +293,7 @@ class ProgramActions:
         if plan.engine != "programs":
             plan = plan.anew(engine="programs", pattern=None, delayed=False)
         self._plan = plan
-        with self._in_force():
+        with _in_force(self._plan):
             self._programs = training_programs(plan, *operands).compile()
         self._is_shared = len(processes_of(plan.devices)) > 1
         local = self._programs.meshes.local_ranks[0]
@@ -298,10 +305,6 @@ class ProgramActions:
             )
             if numbers
         }
-
-    def _in_force(self) -> AbstractContextManager[None]:
-        mesh = None if self._plan.stage_meshes else self._plan.mesh
-        return meshes.entered(mesh, self._plan.home, programs=True)
 
     def works(self) -> list[float]:
         """Time once [S] all actions of each rank."""
@@ -316,7 +319,7 @@ class ProgramActions:
 
         Work of all ranks is named as in `schedules.clocks.shared.Together`.
         """
-        with self._in_force():
+        with _in_force(self._plan):
             return self._times()
 
     def _times(self) -> dict[tuple[str, int], float]:

@@ -1,4 +1,4 @@
-"""What users search for is in a page's title or among its key words, so the site's search finds it.
+"""Searches of users: each is in a page's title or among its key words, where the site finds it.
 
 The search puts pages with the whole query in their titles first (docs/_ext/scorer.js), then pages
 with it as a key word (``<!-- search: ... -->``, `indexed` in docs/_ext/contents.py).
